@@ -1,0 +1,1 @@
+"""The jobs: short, readable mains that put the parts together."""

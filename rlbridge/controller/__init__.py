@@ -1,0 +1,1 @@
+"""The controller: the one process the user started, and its dataflow."""

@@ -1,0 +1,1 @@
+"""Tracking: metrics.jsonl, wandb, progress in the terminal, traces, the summary."""

@@ -1,0 +1,1 @@
+"""Generation: engines, trajectories, tasks and rewards. Knows nothing of losses."""

@@ -1,0 +1,1 @@
+"""Engines: how one replica turns requests into trajectories."""

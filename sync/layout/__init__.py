@@ -1,0 +1,1 @@
+"""Layout discovery: which runtime element comes from which checkpoint element."""

@@ -1,0 +1,1 @@
+"""Planning: from layouts and topology to one transfer program per worker. Pure."""

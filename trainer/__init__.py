@@ -1,0 +1,1 @@
+"""Optimisation: models, advantages, losses, checkpoints. Knows nothing of engines."""

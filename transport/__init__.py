@@ -1,0 +1,1 @@
+"""Moving bytes between workers. Knows nothing of weights, layouts or RL."""
