@@ -67,5 +67,9 @@ class RewardError(RlbridgeError, RuntimeError):
     """A reward function raised, or returned something that is not a number."""
 
 
+class TrainingError(RlbridgeError, RuntimeError):
+    """A batch cannot be trained on, or the optimisation left the finite numbers."""
+
+
 class WorkerError(RlbridgeError, RuntimeError):
     """A worker process failed or died, and the run cannot go on without it."""
