@@ -1,0 +1,21 @@
+"""Settings of the launcher (config group ``launcher``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherConfig:
+    """How worker processes start and end.
+
+    Attributes:
+        kind: ``local``: processes of this host.
+        start_timeout_s: deadline for a worker to join the controller, model load included.
+        stop_timeout_s: time a worker has to leave when asked, before it is killed.
+    """
+
+    kind: Literal["local"] = "local"
+    start_timeout_s: float = 120.0
+    stop_timeout_s: float = 10.0
