@@ -1,0 +1,93 @@
+"""Scoring: from token ids back to text, and from text to rewards."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import anyio
+import anyio.from_thread
+from anyio.lowlevel import current_token
+
+from rlbridge.controller.buffer import ScoredTrajectory
+from rlbridge.rollout.tasks.base import Problem, Task
+from rlbridge.rollout.trajectory import Trajectory
+from rlbridge.transport.errors import TaskError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run ``function`` in a thread that cannot keep the process alive.
+
+    anyio's own worker threads are joined at exit: a reward function that never returns would hold up Ctrl-C for ever.
+    """
+    token, done, outcome = current_token(), anyio.Event(), Future[T]()
+
+    def body() -> None:
+        try:
+            outcome.set_result(function(*args, **kwargs))
+        except BaseException as error:
+            outcome.set_exception(error)
+        try:
+            anyio.from_thread.run_sync(done.set, token=token)
+        except anyio.RunFinishedError:
+            return  # the run is over; nobody waits for this result any more
+
+    threading.Thread(target=body, name="reward", daemon=True).start()
+    await done.wait()
+    return outcome.result()
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """Turns text into tokens and trajectories into rewards with the run's task and the model's own tokenizer."""
+
+    task: Task
+    tokenizer: PreTrainedTokenizerBase
+    vocabulary: int
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            TaskError: the text gives no token, or one that the model has no embedding for.
+        """
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        unknown = self.tokenizer.unk_token_id
+        if not ids:
+            raise TaskError(f"the prompt {text!r} gives no token; give a prompt that is not empty")
+        if max(ids) >= self.vocabulary or (unknown is not None and unknown in ids):
+            raise TaskError(f"the tokenizer does not know all of the prompt {text!r}; use characters of its vocabulary")
+        return ids
+
+    def encode_answer(self, text: str) -> list[int]:
+        """Token ids of a demonstration, closed by the end-of-sequence token."""
+        return [*self.encode(text), self.tokenizer.eos_token_id]
+
+    def decode(self, trajectories: list[Trajectory]) -> list[str]:
+        """Responses as text, special tokens left out."""
+        texts: list[str] = self.tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
+        return texts
+
+    async def score(self, trajectories: list[Trajectory], problems: list[Problem]) -> list[ScoredTrajectory]:
+        """Rewards of trajectories, computed in a thread so that a slow reward function holds up no message.
+
+        Raises:
+            RewardError: the reward function raised, or gave something that is no finite number.
+        """
+        return await in_daemon_thread(self._score, trajectories, problems)
+
+    def _score(self, trajectories: list[Trajectory], problems: list[Problem]) -> list[ScoredTrajectory]:
+        texts = self.decode(trajectories)
+        return [
+            ScoredTrajectory(trajectory, self.task.reward(problem, text), self.task.correct(problem, text))
+            for trajectory, problem, text in zip(trajectories, problems, texts, strict=True)
+        ]
