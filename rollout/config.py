@@ -43,6 +43,7 @@ class TaskConfig:
         path: a JSONL file, one object with at least ``prompt`` a line (``jsonl``).
         reward: ``package.module:function`` called as ``f(prompt=..., response=..., record=...) -> float`` (``jsonl``).
         eval_fraction: share of the file held out for evaluation (``jsonl``).
+        reward_timeout_s: longest time that scoring one batch of responses may take.
     """
 
     name: Literal["sort", "reverse", "addition", "jsonl"] = "sort"
@@ -54,3 +55,4 @@ class TaskConfig:
     path: str | None = None
     reward: str | None = None
     eval_fraction: float = 0.1
+    reward_timeout_s: float = 300.0

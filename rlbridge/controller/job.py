@@ -80,7 +80,7 @@ async def _run(job: JobConfig, record: RunRecord) -> None:
 def _make_scorer(job: JobConfig, model_dir: Path) -> Scorer:
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     vocabulary = AutoConfig.from_pretrained(model_dir).get_text_config().vocab_size
-    return Scorer(make_task(job.task, job.seed), tokenizer, vocabulary)
+    return Scorer(make_task(job.task, job.seed), tokenizer, vocabulary, job.task.reward_timeout_s)
 
 
 async def _host(coordinator: Coordinator, *, task_status: TaskStatus[str]) -> None:

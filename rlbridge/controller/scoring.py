@@ -15,7 +15,7 @@ from anyio.lowlevel import current_token
 from rlbridge.controller.buffer import ScoredTrajectory
 from rlbridge.rollout.tasks.base import Problem, Task
 from rlbridge.rollout.trajectory import Trajectory
-from rlbridge.transport.errors import TaskError
+from rlbridge.transport.errors import RewardError, TaskError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,6 +53,7 @@ class Scorer:
     task: Task
     tokenizer: PreTrainedTokenizerBase
     vocabulary: int
+    timeout_s: float
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt.
@@ -81,9 +82,14 @@ class Scorer:
         """Rewards of trajectories, computed in a thread so that a slow reward function holds up no message.
 
         Raises:
-            RewardError: the reward function raised, or gave something that is no finite number.
+            RewardError: the reward function raised, took too long, or gave something that is no finite number.
         """
-        return await in_daemon_thread(self._score, trajectories, problems)
+        with anyio.move_on_after(self.timeout_s):
+            return await in_daemon_thread(self._score, trajectories, problems)
+        raise RewardError(
+            f"the reward function took more than {self.timeout_s:g} s for {len(trajectories)} responses; "
+            "make it faster or raise task.reward_timeout_s"
+        )
 
     def _score(self, trajectories: list[Trajectory], problems: list[Problem]) -> list[ScoredTrajectory]:
         texts = self.decode(trajectories)

@@ -16,6 +16,7 @@ class TrackingConfig:
         runs_dir: where run folders go, relative to the current directory.
         progress: ``auto`` (``rich`` on a terminal, else ``plain``), ``rich``, ``plain`` or ``off``.
         plain_every_s: least seconds between two plain progress lines.
+        dump_weights: keep what every worker held at each version, in ``weights/`` of the run's folder (for debugging).
     """
 
     wandb: Literal["offline", "online", "disabled"] = "offline"
@@ -23,3 +24,4 @@ class TrackingConfig:
     runs_dir: str = "runs"
     progress: Literal["auto", "rich", "plain", "off"] = "auto"
     plain_every_s: float = 5.0
+    dump_weights: bool = False
