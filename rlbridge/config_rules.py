@@ -36,9 +36,9 @@ _ABOVE_ZERO = (
     *_of("algorithm", "tis_cap"),
     *_of("trainer", "max_grad_norm"),
     *_of("rollout", "temperature", "top_p"),
-    *_of("task", "eval_fraction"),
+    *_of("task", "eval_fraction", "reward_timeout_s"),
     *_of("transport", "heartbeat_s", "dead_after_s", "connect_timeout_s", "update_timeout_s"),
-    *_of("launcher", "start_timeout_s", "stop_timeout_s"),
+    *_of("launcher", "start_timeout_s", "worker_timeout_s", "stop_timeout_s"),
 )
 _ZERO_TO_ONE = (
     *_of("algorithm", "gamma", "gae_lambda", "clip_low"),

@@ -38,7 +38,7 @@ def _interrupted() -> int:
 def _report(error: BaseException) -> int:
     if os.environ.get("RLBRIDGE_DEBUG") == "1":
         traceback.print_exception(error)
-    cause = _most_telling(error)
+    cause = most_telling(error)
     if isinstance(cause, KeyboardInterrupt):
         return _interrupted()
     if isinstance(cause, RlbridgeError):
@@ -49,7 +49,7 @@ def _report(error: BaseException) -> int:
     return BAD_CONFIG if isinstance(cause, ConfigError) else FAILED
 
 
-def _most_telling(error: BaseException) -> BaseException:
+def most_telling(error: BaseException) -> BaseException:
     """Of a task group's errors: an interrupt, else the first that rlbridge raised on purpose, else the first."""
     leaves = list(_leaves(error))
     for kind in (KeyboardInterrupt, RlbridgeError):
