@@ -41,7 +41,10 @@ class SourceMap(msgspec.Struct, frozen=True):
         runtime: shape and dtype of every runtime tensor.
         boxes: what comes from the checkpoint. A checkpoint element may appear in several boxes (replicated kv heads);
             a runtime element appears in at most one (padding in none).
+        aliases: further boxes that hold for a sender only: the element also is what the checkpoint stores under a
+            second name (tied weights of which the checkpoint has both copies).
     """
 
     runtime: dict[str, TensorSpec]
     boxes: list[Box]
+    aliases: list[Box] = []

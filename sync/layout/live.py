@@ -1,0 +1,92 @@
+"""Handling a backend's live tensors: one owner per element, poison, and giving them back as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from rlbridge.sync.layout.dtypes import dtype_name, exact_integers, poison
+from rlbridge.sync.layout.spec import TensorSpec
+from rlbridge.transport.errors import LayoutError
+
+LiveTensors = Callable[[], Mapping[str, torch.Tensor]]
+
+
+def owners(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``tensors`` detached, without those whose elements another one has already (tied weights, views of a fused one).
+
+    Of equal tensors the first name stays; of nested ones the larger.
+
+    Raises:
+        LayoutError: a tensor has no memory of its own or overlaps another one in part.
+    """
+    by_size = sorted(tensors.items(), key=lambda item: -item[1].numel())
+    kept: dict[str, torch.Tensor] = {}
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in by_size:
+        if tensor.numel() == 0:
+            continue
+        if tensor.device.type == "meta":
+            raise LayoutError(f"{name!r} has no memory (meta device); materialise it before its layout is discovered")
+        if hasattr(tensor, "to_local"):
+            raise LayoutError(f"{name!r} is a {type(tensor).__name__}; give its local shard, `.to_local()`")
+        begin, end = _span(tensor)
+        over = [s for s in spans.setdefault(tensor.untyped_storage().data_ptr(), []) if s[0] < end and begin < s[1]]
+        if not over:
+            kept[name] = tensor.detach()
+            spans[tensor.untyped_storage().data_ptr()].append((begin, end, name))
+        elif not any(_inside(tensor, kept[owner]) for *_, owner in over):
+            raise LayoutError(f"{name!r} shares part of its memory with {over[0][2]!r}; list only one of them")
+    return {name: kept[name] for name in tensors if name in kept}
+
+
+def tied_names(tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Owners whose very elements are listed under a further name."""
+    kept = owners(tensors)
+    return {
+        owner
+        for name, tensor in tensors.items()
+        if name not in kept and tensor.numel()
+        for owner, other in kept.items()
+        if other.data_ptr() == tensor.data_ptr() and other.shape == tensor.shape
+    }
+
+
+def specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    """Shapes and dtypes."""
+    return {name: TensorSpec(tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
+
+
+def fill_poison(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Set every element to a value that no probe loads."""
+    for tensor in tensors.values():
+        if exact_integers(tensor.dtype) is not None:
+            tensor.fill_(poison(tensor.dtype))
+
+
+@contextmanager
+def restored(live_tensors: LiveTensors) -> Iterator[None]:
+    """Give the live tensors their present bits back on leaving, also after an error. Holds one copy of them."""
+    saved = {name: tensor.clone() for name, tensor in owners(live_tensors()).items()}
+    try:
+        yield
+    finally:
+        # Asked for again: a loader may have replaced tensors instead of writing into them.
+        now = live_tensors()
+        for name, tensor in saved.items():
+            now[name].detach().copy_(tensor)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and byte behind the last one, within the storage."""
+    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.storage_offset() * tensor.element_size()
+    return begin, begin + (reach + 1) * tensor.element_size()
+
+
+def _inside(tensor: torch.Tensor, owner: torch.Tensor) -> bool:
+    (begin, end), (first, last) = _span(tensor), _span(owner)
+    same = (tensor.shape, tensor.stride()) == (owner.shape, owner.stride()) and begin == first
+    return tensor.dtype == owner.dtype and (same or (owner.is_contiguous() and first <= begin and end <= last))
