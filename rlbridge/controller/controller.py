@@ -106,7 +106,7 @@ class Controller:
         )
 
     def _problem_at(self, index: int) -> tuple[Problem, list[int]]:
-        problem = self.scorer.task.train_problem(index)
+        problem = self.scorer.task.train_prompt(index)
         return problem, self.scorer.encode(problem.prompt)
 
     def _notify(self) -> None:
@@ -151,7 +151,7 @@ class Controller:
         if job.task.warmup_until <= 0:
             return []
         count = job.trainer.warmup_steps_max * job.trainer.warmup_batch
-        problems = (task.train_problem(WARMUP_EXAMPLES_AHEAD + i) for i in range(count))
+        problems = (task.train_prompt(WARMUP_EXAMPLES_AHEAD + i) for i in range(count))
         pairs = ((problem, task.demonstration(problem)) for problem in problems)
         return [
             Example(self.scorer.encode(problem.prompt), self.scorer.encode_answer(answer))

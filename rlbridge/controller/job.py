@@ -19,7 +19,7 @@ from rlbridge.controller.workers import LAST_WORDS_S, WorkerPool, open_pool
 from rlbridge.exit_status import most_telling
 from rlbridge.launcher.local import LocalLauncher
 from rlbridge.model import prepare_model
-from rlbridge.rollout.tasks import make_task
+from rlbridge.rollout.tasks.registry import make_task
 from rlbridge.rollout.worker import RolloutSpec
 from rlbridge.sync.coordinator import Coordinator
 from rlbridge.tracking.run_folder import RunFolder

@@ -50,7 +50,11 @@ class Totals:
     train_tokens_on_version: int = 0
     train_tokens: int = 0
     lost_replicas: list[str] = field(default_factory=list)
-    train_metrics: dict[str, float] = field(default_factory=dict)
+
+
+def without_family(metrics: dict[str, float]) -> dict[str, float]:
+    """``{"train/loss": 1.0}`` as ``{"loss": 1.0}``: the writer adds the family itself."""
+    return {name.split("/", 1)[-1]: value for name, value in metrics.items()}
 
 
 class RunRecord:
@@ -78,14 +82,14 @@ class RunRecord:
         """A plan was made: the first, or a new one after a replica was lost."""
         self.folder.write_json("plan.json", {"epoch": event.epoch, **event.report})
         self.totals.lower_bound_s = float(event.report["lower_bound_s"])
-        self._progress.message(
-            f"plan {event.epoch}: {event.report['bytes_total'] / 1e6:.2f} MB in {event.report['buckets']} buckets an update"
-        )
+        megabytes, buckets = event.report["bytes_total"] / 1e6, event.report["buckets"]
+        self._progress.message(f"plan {event.epoch}: {megabytes:.2f} MB in {buckets} buckets an update")
 
     def warmed_up(self, started: Started) -> None:
         """Version 0 is published."""
         if started.warmup_steps:
-            values = {"steps": started.warmup_steps, "expected_accuracy": started.warmup_accuracy, **started.metrics}
+            values = {"steps": started.warmup_steps, "expected_accuracy": started.warmup_accuracy}
+            values |= without_family(started.metrics)
             self._metrics.log("warmup", started.warmup_steps, values)
             self._progress.message(
                 f"warm-up: {started.warmup_steps} supervised steps, expected accuracy {started.warmup_accuracy:.2f}"
@@ -152,8 +156,7 @@ class RunRecord:
     def step_ended(self, version: int, metrics: dict[str, float], held: dict[int, int]) -> None:
         """The trainer is at ``version`` now."""
         self._steps_ended += 1
-        self.totals.train_metrics = metrics
-        self._metrics.log("train", version, metrics)
+        self._metrics.log("train", version, without_family(metrics))
         lag = version - min(held.values()) if held else 0
         previous = version - 1
         stall = {side: self.ledger.stall_s(side, previous) for side in ("trainer", "rollout")}
