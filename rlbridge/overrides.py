@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString, Sweep
+from hydra.core.override_parser.types import Glob, Override, QuotedString, Sweep
 from hydra.errors import HydraException
 
 from rlbridge.config import JobConfig
@@ -64,7 +64,7 @@ def _parse(argument: str) -> Override:
 def _check_group(override: Override, group: str, options: Sequence[str]) -> None:
     if override.is_delete() or override.is_add():
         raise ConfigError(f"{override.input_line!r}: group {group!r} is always there; write {group}=OPTION")
-    for option in _values(override):
+    for option in _values(override, options):
         if not isinstance(option, str):
             raise ConfigError(f"{override.input_line!r}: {group} is a config group{suggestion('', options)}")
         if option not in options:
@@ -81,8 +81,10 @@ def _check_key(override: Override, key: str, groups: Groups) -> None:
         raise ConfigError(f"{override.input_line!r}: {key} exists already; write {key}=VALUE without the +")
 
 
-def _values(override: Override) -> list[Any]:
+def _values(override: Override, options: Sequence[str]) -> list[Any]:
     value = override.value()
+    if isinstance(value, Glob):
+        return value.filter(list(options)) or [", ".join(value.include)]
     if isinstance(value, Sweep):
         return list(override.sweep_iterator())
     return [value.text if isinstance(value, QuotedString) else value]

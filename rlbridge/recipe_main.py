@@ -41,13 +41,14 @@ def job_from_config(config: DictConfig) -> JobConfig:
     Raises:
         ConfigError: a value is missing, cannot be resolved, is unknown, or contradicts another one.
     """
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ConfigError(f"{', '.join(missing)} must be given, e.g. {missing[0]}=VALUE")
     try:
+        missing = sorted(OmegaConf.missing_keys(config))
         values = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"the configuration cannot be resolved: {error}") from error
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{error.full_key} cannot be resolved: {reason}") from error
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} must be given, e.g. {missing[0]}=VALUE")
     if not isinstance(values, dict):
         raise ConfigError("the configuration is not a mapping of settings")
     return job_from_mapping({str(key): value for key, value in values.items()})
