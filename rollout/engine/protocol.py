@@ -60,7 +60,10 @@ class Engine(Protocol):
         ...
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
-        """Every runtime tensor that a checkpoint can fill, each storage once. Writing to them changes the policy."""
+        """Every runtime tensor that a checkpoint can fill; tied ones may come under all of their names.
+
+        Writing to them changes the policy.
+        """
         ...
 
     def set_version(self, version: int, kv_cache: KvCachePolicy) -> list[Trajectory]:

@@ -80,8 +80,8 @@ class TransformersEngine:
         self._weights.load(weights)
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
-        """Every parameter and persistent buffer, each storage once."""
-        return self._weights.distinct()
+        """Every parameter and persistent buffer, tied ones under all of their names."""
+        return self._weights.live()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests: all of them or, if one is unusable, none (``TaskError``, ``ConfigError``)."""

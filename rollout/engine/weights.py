@@ -31,16 +31,9 @@ class LiveWeights:
             for name, tensor in weights:
                 self._target(name, tensor.shape).copy_(tensor)
 
-    def distinct(self) -> dict[str, torch.Tensor]:
-        """Each storage once, under the first of its names."""
-        seen: set[int] = set()
-        distinct: dict[str, torch.Tensor] = {}
-        for name, tensor in self._by_name.items():
-            storage = tensor.untyped_storage().data_ptr()
-            if storage not in seen:
-                seen.add(storage)
-                distinct[name] = tensor.detach()
-        return distinct
+    def live(self) -> dict[str, torch.Tensor]:
+        """Every live tensor, tied ones under all of their names."""
+        return {name: tensor.detach() for name, tensor in self._by_name.items()}
 
     def _target(self, name: str, shape: torch.Size) -> torch.Tensor:
         target = self._by_name.get(name)

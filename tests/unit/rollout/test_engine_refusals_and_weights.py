@@ -72,7 +72,7 @@ def test_integers_written_by_a_probe_are_read_back(name: str, dtype: str, model_
     for pair in sent.items():  # one tensor at a time: no call needs them all
         engine.load_weights([pair])
     live = engine.live_tensors()
-    assert set(live) == set(checkpoint) if "tied" not in name else len(live) == len(checkpoint)
+    assert set(checkpoint) <= set(live)
     for key, value in live.items():
         other = key if key in sent else "model.embed_tokens.weight"
         torch.testing.assert_close(value.float(), sent[other], atol=0, rtol=0)
