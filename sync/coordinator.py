@@ -1,0 +1,231 @@
+"""Hosts one job's weight path: membership, plan, commits. Carries messages and keeps time; its machine decides.
+
+::
+
+    coordinator = Coordinator(secret=..., senders=1, receivers={0: 1, 1: 1}, sync=..., transport=...)
+    async with anyio.create_task_group() as tasks:
+        endpoint = await tasks.start(coordinator.run)
+        async for event in coordinator.events(): ...
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import cast
+
+import anyio
+from anyio.abc import TaskStatus
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from rlbridge.sync import messages as m
+from rlbridge.sync.config import SyncConfig
+from rlbridge.sync.correspondence import correspond, export_dtypes
+from rlbridge.sync.machines import coordinator_events as c
+from rlbridge.sync.machines.coordinator import CoordinatorMachine
+from rlbridge.sync.machines.membership import Membership
+from rlbridge.sync.plan.planner import plan_transfer
+from rlbridge.sync.reports import CoordinatorEvent, PlanMade, ReplicaAt, ReplicaLost, UpdateDone, UpdateStats
+from rlbridge.transport.config import TransportConfig
+from rlbridge.transport.control.channel import ControlChannel, serve
+from rlbridge.transport.errors import PlanError, ProtocolError, RlbridgeError, TransportError
+from rlbridge.transport.topology import Topology
+
+Channel = ControlChannel[m.ToWorker, m.FromWorker]
+_GOODBYE_S = 2.0
+"""At the end: seconds for workers to hear why, and to hang up."""
+
+
+class Coordinator:
+    """Plans once per epoch, then sees each version through.
+
+    Args:
+        secret: the run's shared secret; who does not know it cannot join.
+        senders: number of trainer ranks.
+        receivers: replica to its number of ranks; the first plan waits for all of them.
+        sync, transport: settings; equal on all workers.
+    """
+
+    def __init__(
+        self,
+        *,
+        secret: bytes,
+        senders: int,
+        receivers: Mapping[int, int],
+        sync: SyncConfig,
+        transport: TransportConfig,
+    ) -> None:
+        self._secret, self._sync, self._transport = secret, sync, transport
+        self._machine = CoordinatorMachine(
+            Membership(senders, dict(receivers)),
+            connect_timeout_s=transport.connect_timeout_s,
+            update_timeout_s=transport.update_timeout_s,
+            now_s=time.monotonic(),
+        )
+        self._outboxes: dict[str, MemoryObjectSendStream[m.ToWorker]] = {}
+        self._plans, self._planned = anyio.create_memory_object_stream[c.MakePlan](math.inf)
+        self._publish, self._events = anyio.create_memory_object_stream[CoordinatorEvent](math.inf)
+        self._changed = anyio.Event()
+        self._ended = anyio.Event()
+        self._error: RlbridgeError | None = None
+
+    async def run(self, *, task_status: TaskStatus[str] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Serve until every worker has left or ``stop``; reports the endpoint as started.
+
+        Raises:
+            RlbridgeError: the job cannot go on: a sender died or failed, no receiver is left, no plan exists, or
+                somebody is late. Every worker that is left hears the same error.
+        """
+        with self._publish, self._plans, self._planned:
+            async with anyio.create_task_group() as tasks:
+                task_status.started(await tasks.start(self._serve))
+                tasks.start_soon(self._plan)
+                tasks.start_soon(self._keep_time)
+                await self._ended.wait()
+                await self._say_goodbye()
+                tasks.cancel_scope.cancel()
+        if self._error is not None:
+            raise self._error
+
+    async def events(self) -> AsyncIterator[CoordinatorEvent]:
+        """What happens, until ``run`` ends. One consumer."""
+        with self._events:
+            async for event in self._events:
+                yield event
+
+    async def lose(self, replica: int, reason: str) -> None:
+        """The host knows that ``replica`` is gone, perhaps sooner than its channel does."""
+        self._feed(c.Lose(replica, reason))
+
+    def stop(self) -> None:
+        """Let ``run`` return; workers that are left find the coordinator gone."""
+        self._ended.set()
+
+    # --- workers ---------------------------------------------------------------------------------------------------
+
+    async def _serve(self, *, task_status: TaskStatus[str]) -> None:
+        host = self._transport.bind_host
+        await serve(
+            f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0",
+            self._secret,
+            self._hear,
+            name="coordinator",
+            send=m.ToWorker,
+            receive=m.FromWorker,
+            config=self._transport,
+            task_status=task_status,
+        )
+
+    async def _hear(self, channel: Channel) -> None:
+        """One worker, from its ``Join`` to its end."""
+        worker = channel.peer
+        join = await channel.receive()
+        if not isinstance(join, m.Join) or join.worker != worker or worker in self._outboxes:
+            refusal = ProtocolError(f"{worker} must join first, once, and as itself; it sent {type(join).__name__}")
+            await channel.send(m.Stop(m.ErrorReport.of(refusal)))
+            return
+        send, receive = anyio.create_memory_object_stream[m.ToWorker](math.inf)
+        self._outboxes[worker] = send
+        try:
+            with send, receive:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._speak, channel, receive)
+                    self._feed(c.Heard(worker, join))
+                    await self._listen(worker, channel)
+                    tasks.cancel_scope.cancel()
+        finally:
+            del self._outboxes[worker]
+            self._wake()
+
+    async def _listen(self, worker: str, channel: Channel) -> None:
+        message: m.FromWorker | None = None
+        try:
+            while not isinstance(message, m.Leave):
+                message = await channel.receive()
+                self._feed(c.Heard(worker, message))
+        except TransportError as error:
+            self._feed(c.Gone(worker, str(error)))
+
+    async def _speak(self, channel: Channel, outbox: MemoryObjectReceiveStream[m.ToWorker]) -> None:
+        try:
+            async for message in outbox:
+                await channel.send(message)
+        except TransportError as error:
+            self._feed(c.Gone(channel.peer, str(error)))
+
+    async def _say_goodbye(self) -> None:
+        if self._error is None:
+            return
+        report = m.ErrorReport.of(self._error)
+        for outbox in self._outboxes.values():
+            outbox.send_nowait(m.Stop(report))
+        with anyio.move_on_after(_GOODBYE_S):
+            while self._outboxes:
+                await self._changed.wait()
+
+    # --- machine ---------------------------------------------------------------------------------------------------
+
+    def _feed(self, event: c.Event) -> None:
+        for instruction in self._machine.handle(event, time.monotonic()):
+            match instruction:
+                case c.Tell(worker, message) if worker in self._outboxes:
+                    self._outboxes[worker].send_nowait(message)
+                case c.MakePlan():
+                    self._plans.send_nowait(instruction)
+                case c.Publish(report):
+                    self._publish.send_nowait(report)
+                case c.Finish(error):
+                    self._error = error
+                    self._ended.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def _keep_time(self) -> None:
+        while True:
+            deadline_s = self._machine.deadline_s
+            changed = self._changed
+            with anyio.move_on_after(None if deadline_s is None else deadline_s - time.monotonic()):
+                await changed.wait()
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                self._feed(c.Tick())
+
+    async def _plan(self) -> None:
+        async for order in self._planned:
+            try:
+                event: c.Event = await anyio.to_thread.run_sync(make_plan, order, self._sync, self._transport)
+            except RlbridgeError as error:
+                event = c.NoPlan(order.epoch, error)
+            self._feed(event)
+
+
+def make_plan(order: c.MakePlan, sync: SyncConfig, transport: TransportConfig) -> c.Planned:
+    """Plan for the members of ``order``. Pure; takes as long as planning takes.
+
+    Raises:
+        LayoutError, PlanError: the layouts do not fit.
+    """
+    spec = next((join.spec for join in order.members if join.spec is not None), None)
+    if spec is None:
+        raise PlanError("no member has sent the checkpoint's spec")
+    layouts = {
+        role: {join.worker: join.layout for join in order.members if join.role == role}
+        for role in ("sender", "receiver")
+    }
+    correspondence = correspond(spec, layouts["sender"], layouts["receiver"], export_dtypes(spec, sync.export_dtype))
+    topology = Topology.of({join.worker: join.address for join in order.members})
+    plan = plan_transfer(correspondence, topology, bucket_bytes=transport.bucket_bytes)
+    report = plan.report()
+    return c.Planned(
+        epoch=order.epoch,
+        plan_hash=plan.hash,
+        programs={worker: plan.program(worker) for worker in plan.workers},
+        lower_bound_s=float(cast(float, report["lower_bound_s"])),
+        report=report,
+    )
+
+
+__all__ = ["Coordinator", "CoordinatorEvent", "PlanMade", "ReplicaAt", "ReplicaLost", "UpdateDone", "UpdateStats"]

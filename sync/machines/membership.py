@@ -1,0 +1,83 @@
+"""Who takes part: what was expected, who joined, who is left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlbridge.sync import messages as m
+from rlbridge.transport.errors import ConfigError, LayoutError, ProtocolError
+
+
+@dataclass(slots=True)
+class Membership:
+    """The workers of one job.
+
+    Args:
+        senders: trainer ranks; all of them, always.
+        receivers: ranks of each rollout replica that the first epoch waits for. Other replicas may join later.
+    """
+
+    senders: int
+    receivers: dict[int, int]
+    joined: dict[str, m.Join] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.senders < 1 or not self.receivers or min(self.receivers.values()) < 1:
+            raise ConfigError(
+                f"a bridge needs at least one sender and one receiver of at least one rank, "
+                f"got {self.senders} senders and receivers {dict(self.receivers)}"
+            )
+
+    def add(self, join: m.Join) -> None:
+        """Take a worker in.
+
+        Raises:
+            ProtocolError: it is not expected, or there already.
+            LayoutError: it sees another checkpoint than the others.
+        """
+        if join.worker in self.joined:
+            raise ProtocolError(f"{join.worker} joined twice; give every worker its own replica and rank")
+        world = self.senders if join.role == "sender" else self._ranks(join.replica, join.world)
+        if join.world != world or not 0 <= join.rank < world:
+            raise ProtocolError(f"{join.worker} says rank {join.rank} of {join.world}, expected {world} ranks")
+        if join.worker == m.sender_name(0) and join.spec is None:
+            raise ProtocolError(f"{join.worker} did not send the checkpoint's spec")
+        for other in self.joined.values():
+            if other.spec_hash != join.spec_hash:
+                raise LayoutError(
+                    f"{join.worker} and {other.worker} see different checkpoints: compare names, shapes, dtypes"
+                )
+        self.joined[join.worker] = join
+
+    def _ranks(self, replica: int, said: int) -> int:
+        here = [join.world for join in self.joined.values() if join.role == "receiver" and join.replica == replica]
+        return here[0] if here else self.receivers.get(replica, said)
+
+    def missing(self) -> list[str]:
+        """Who is expected for the first epoch and has not joined."""
+        expected = [m.sender_name(rank) for rank in range(self.senders)]
+        expected += [m.receiver_name(r, rank) for r, ranks in sorted(self.receivers.items()) for rank in range(ranks)]
+        return [worker for worker in expected if worker not in self.joined]
+
+    def sender_names(self) -> list[str]:
+        """The senders that joined, by rank."""
+        return sorted((w for w, j in self.joined.items() if j.role == "sender"), key=lambda w: self.joined[w].rank)
+
+    def replicas(self) -> dict[int, list[str]]:
+        """Replicas of which every rank is here, and their workers by rank."""
+        found: dict[int, list[m.Join]] = {}
+        for join in self.joined.values():
+            if join.role == "receiver":
+                found.setdefault(join.replica, []).append(join)
+        return {
+            replica: [join.worker for join in sorted(joins, key=lambda join: join.rank)]
+            for replica, joins in sorted(found.items())
+            if len(joins) == joins[0].world
+        }
+
+    def remove_replica(self, replica: int) -> list[str]:
+        """Forget every rank of ``replica`` that joined; returns their names."""
+        gone = [w for w, j in self.joined.items() if j.role == "receiver" and j.replica == replica]
+        for worker in gone:
+            del self.joined[worker]
+        return gone
