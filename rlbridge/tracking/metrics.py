@@ -64,9 +64,9 @@ def _start_wandb(job: JobConfig, folder: RunFolder) -> Any:
     mode = job.tracking.wandb
     if mode == "disabled":
         return None
-    try:
-        import wandb
+    import wandb
 
+    try:
         run = wandb.init(
             project=job.tracking.project,
             name=folder.name,
@@ -76,6 +76,7 @@ def _start_wandb(job: JobConfig, folder: RunFolder) -> Any:
             settings=wandb.Settings(silent=True, console="off", disable_git=True),
         )
     except Exception as error:  # wandb raises its own errors, those of its transport and of the file system
+        wandb.teardown()
         raise ConfigError(
             f"tracking.wandb={mode}: wandb could not start ({type(error).__name__}: {error}); "
             "use tracking.wandb=offline, or tracking.wandb=disabled to do without it"

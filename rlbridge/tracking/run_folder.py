@@ -72,7 +72,7 @@ def _automatic_name(job: JobConfig) -> str:
 
 
 def _make_named(runs: Path, name: str) -> Path:
-    if name != Path(name).name or name.startswith("."):
+    if not name or name != Path(name).name or name.startswith("."):
         raise ConfigError(f"name={name}: expected the plain name of a folder; tracking.runs_dir says where it goes")
     try:
         return _make(runs / name)
