@@ -60,7 +60,8 @@ def generalized_advantages(
         ``(advantages, returns)``, each ``[B, T]``; ``returns = advantages + values``; both 0 where masked.
     """
     advantages = torch.zeros_like(values)
-    next_value, next_advantage = bootstrap.to(values.dtype), torch.zeros_like(values[:, 0])
+    next_value = bootstrap.to(values.dtype)
+    next_advantage = torch.zeros_like(next_value)
     for t in reversed(range(values.shape[1])):
         chosen = mask[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]

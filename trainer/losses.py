@@ -112,8 +112,9 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask
         ``[B, T]``, 0 where masked.
     """
     near = old_values + (values - old_values).clamp(-clip, clip)
-    worst = torch.maximum((values - returns).square(), (near - returns).square())
-    return torch.where(mask, 0.5 * worst, 0.0)
+    # Masked before squaring: the gradient of 0 * NaN would be NaN.
+    far, close = (torch.where(mask, estimate - returns, 0.0).square() for estimate in (values, near))
+    return 0.5 * torch.maximum(far, close)
 
 
 def approximate_kl(logprobs: Tensor, old: Tensor, mask: Tensor) -> Tensor:
