@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -90,30 +89,29 @@ def _read_index(path: Path) -> dict[str, str]:
 def _read_header(path: Path) -> dict[str, TensorSpec]:
     if not path.is_file():
         raise LayoutError(f"{path}: the checkpoint's index names this file, but it is missing")
+    text, file_bytes = _header_text(path)
     try:
-        entries = msgspec.convert(_raw_header(path), dict[str, _Entry])
-    except (msgspec.MsgspecError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        header = msgspec.json.decode(text, type=dict[str, Any])
+        header.pop("__metadata__", None)
+        entries = msgspec.convert(header, dict[str, _Entry])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise LayoutError(f"{path}: damaged safetensors header: {error}") from error
     unknown = sorted({entry.dtype for entry in entries.values()} - set(_DTYPES))
     if unknown:
         raise LayoutError(f"{path}: unknown dtypes {', '.join(unknown)}; known: {', '.join(_DTYPES)}")
+    data_bytes = max((entry.data_offsets[1] for entry in entries.values()), default=0)
+    if 8 + len(text) + data_bytes != file_bytes:
+        raise LayoutError(f"{path}: truncated or overlong: its header promises {data_bytes} bytes of data")
     in_order = sorted(entries.items(), key=lambda item: item[1].data_offsets)
     return {name: TensorSpec(entry.shape, _DTYPES[entry.dtype]) for name, entry in in_order}
 
 
-def _raw_header(path: Path) -> dict[str, Any]:
-    """The header's JSON without metadata, after checking that the file holds all the bytes that it speaks of."""
+def _header_text(path: Path) -> tuple[bytes, int]:
+    """The header's JSON, and the size of the whole file in bytes."""
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
         header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8):
             raise LayoutError(f"{path}: damaged: {file_bytes} bytes cannot begin with a header of {header_bytes}")
-        header = json.loads(file.read(header_bytes))
-    if not isinstance(header, dict):
-        raise LayoutError(f"{path}: damaged safetensors header: not an object")
-    header.pop("__metadata__", None)
-    ends = [entry["data_offsets"][1] for entry in header.values() if "data_offsets" in entry]
-    if 8 + header_bytes + max(ends, default=0) != file_bytes:
-        raise LayoutError(f"{path}: truncated or overlong: its header promises {max(ends, default=0)} bytes of data")
-    return header
+        return file.read(header_bytes), file_bytes

@@ -75,8 +75,14 @@ def restored(live_tensors: LiveTensors) -> Iterator[None]:
     finally:
         # Asked for again: a loader may have replaced tensors instead of writing into them.
         now = live_tensors()
-        for name, tensor in saved.items():
-            now[name].detach().copy_(tensor)
+        lost = [name for name, tensor in saved.items() if name not in now or now[name].shape != tensor.shape]
+        for name in saved.keys() - set(lost):
+            now[name].detach().copy_(saved[name])
+        if lost:
+            raise LayoutError(
+                f"loading changed the shape of these tensors or dropped them, so they cannot be given their values "
+                f"back: {', '.join(sorted(lost)[:20])}; discover the layout before post-processing"
+            )
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -19,7 +19,8 @@ from rlbridge.sync.layout.spec import CheckpointSpec, TensorSpec
 from rlbridge.transport.errors import LayoutError
 
 _Grid = NDArray[np.int64]
-_Coordinates = list[NDArray[np.int64]]
+_Line = NDArray[np.int64]
+_Coordinates = list[_Line]
 """Per axis, the checkpoint coordinate of each grid line: lines that nothing uses are left out of the grid."""
 
 
@@ -76,7 +77,7 @@ def _affine_cells(grid: _Grid, lines: _Coordinates) -> Iterator[tuple[_Grid, _Co
         grid, lines = waiting.pop()
         cuts = [_segments(grid, lines[axis], axis) for axis in range(grid.ndim)]
         for cell in itertools.product(*cuts):
-            inside = grid[cell]
+            inside = grid[np.ix_(*cell)] if cell else grid
             inside_lines = [line[part] for line, part in zip(lines, cell, strict=True)]
             if (inside < 0).all():
                 continue
@@ -88,28 +89,35 @@ def _affine_cells(grid: _Grid, lines: _Coordinates) -> Iterator[tuple[_Grid, _Co
                 waiting.append((inside, inside_lines))
 
 
-def _segments(grid: _Grid, line: NDArray[np.int64], axis: int) -> list[slice]:
-    """Runs of slices along ``axis`` that are all equally far apart, at run time and in the checkpoint."""
+def _segments(grid: _Grid, line: _Line, axis: int) -> list[_Line]:
+    """Cut ``axis`` into runs of slices (as positions) that are equally far apart, at run time and in the checkpoint.
+
+    Slices are taken in checkpoint order, or in the order in which they lie at run time if that needs fewer runs
+    (odd and even columns that a loader put side by side).
+    """
     slices = np.moveaxis(grid, axis, 0).reshape(line.size, -1)
-    if line.size == 1:
-        return [slice(0, 1)]
-    steps = np.diff(slices, axis=0)
-    # A gap can be inside a run if both of its sides have the same holes and it goes forward.
-    joins = ((slices[1:] < 0) == (slices[:-1] < 0)).all(axis=1) & (steps >= 0).all(axis=1)
-    alike = (steps[1:] == steps[:-1]).all(axis=1) & (np.diff(line, n=2) == 0) & joins[1:] & joins[:-1]
+    lowest = np.where(slices < 0, np.iinfo(np.int64).max, slices).min(axis=1)
+    orders = [np.arange(line.size), np.argsort(lowest, kind="stable")]
+    return min(([order[run] for run in _runs(slices[order], line[order])] for order in orders), key=len)
+
+
+def _runs(slices: _Grid, line: _Line) -> Iterator[slice]:
+    """Runs of consecutive ``slices`` (``[n, ...]``) with equal distances; ``line`` has their coordinates."""
+    steps, gaps = np.diff(slices, axis=0), np.diff(line)
+    # Two neighbours can be in one run if they have the same holes and go forward both here and there.
+    joins = ((slices[1:] < 0) == (slices[:-1] < 0)).all(axis=1) & (steps >= 0).all(axis=1) & (gaps > 0)
+    alike = (steps[1:] == steps[:-1]).all(axis=1) & (gaps[1:] == gaps[:-1]) & joins[1:] & joins[:-1]
     # last[k]: the last gap of the longest run of equal gaps that begins at gap k.
     ends = np.append(np.flatnonzero(~alike), len(alike))
     last = ends[np.searchsorted(ends, np.arange(len(joins)))]
-    runs: list[slice] = []
     k = 0
     while k < line.size:
         stop = k + 1
         if k < len(joins) and joins[k]:
             single_before_run = last[k] == k and k + 1 < len(joins) and joins[k + 1] and last[k + 1] > k + 1
             stop = k + 1 if single_before_run else int(last[k]) + 2
-        runs.append(slice(k, stop))
+        yield slice(k, stop)
         k = stop
-    return runs
 
 
 def _is_affine(cell: _Grid) -> bool:

@@ -29,7 +29,8 @@ def random_values(spec: CheckpointSpec, name: str, seed: int) -> torch.Tensor:
     The range keeps the values apart after a cast to a narrower dtype; integers use all their bits.
     """
     tensor, dtype = spec.tensors[name], torch_dtype(spec.tensors[name].dtype)
-    generator = torch.Generator().manual_seed(seed * 2**32 + list(spec.tensors).index(name))
+    # The generator reads 32 bits of its seed, so both numbers must be in them.
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + list(spec.tensors).index(name)) % 2**32)
     if not dtype.is_floating_point:
         limits = torch.iinfo(dtype)
         return torch.randint(limits.min, limits.max, tensor.shape, generator=generator, dtype=dtype)

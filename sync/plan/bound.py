@@ -7,13 +7,10 @@ latency. The largest one is a lower bound of the transfer time; it is tight wher
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
 from rlbridge.sync.correspondence import Atom
-
-if TYPE_CHECKING:
-    from rlbridge.transport.topology import Topology
+from rlbridge.transport.topology import Topology
 
 
 def lower_bound(atoms: Iterable[Atom], topology: Topology) -> dict[str, float]:
@@ -37,7 +34,7 @@ def lower_bound(atoms: Iterable[Atom], topology: Topology) -> dict[str, float]:
 class _Loads:
     """Unavoidable bytes, added up atom by atom."""
 
-    def __init__(self, nodes: dict[str, str]) -> None:
+    def __init__(self, nodes: Mapping[str, str]) -> None:
         self._nodes = nodes
         self._egress: dict[frozenset[str], int] = defaultdict(int)
         self._imports: dict[str, int] = defaultdict(int)

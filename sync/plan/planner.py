@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
@@ -21,9 +20,7 @@ from rlbridge.sync.layout.source_map import SourceMap
 from rlbridge.sync.plan.bound import lower_bound
 from rlbridge.sync.plan.transfer_plan import Hop, Part, PlannedBucket, Stage, TransferPlan
 from rlbridge.transport.errors import PlanError
-
-if TYPE_CHECKING:
-    from rlbridge.transport.topology import Topology
+from rlbridge.transport.topology import Topology
 
 _CHUNK_BYTES = 64 * 1024
 """Work is balanced in portions of at least this size (or of a whole atom): below it, one copy more costs more."""
