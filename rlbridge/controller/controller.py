@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import anyio
+import anyio.to_thread
 
 from rlbridge.config import JobConfig
 from rlbridge.controller.admission import Admission, Placement
@@ -141,23 +142,15 @@ class Controller:
 
     async def _start(self) -> None:
         """Supervised warm-up where the task asks for it; ends when every replica holds version 0."""
-        examples = self._demonstrations()
-        started = await self._order(WarmUp(examples, self.job.task.warmup_until if examples else 0.0), Started)
+        job = self.job
+        examples: list[Example] = []
+        if job.task.warmup_until > 0:
+            count = job.trainer.warmup_steps_max * job.trainer.warmup_batch
+            # In a thread: thousands of examples take seconds, and heartbeats must not wait for them.
+            examples = await anyio.to_thread.run_sync(self.scorer.demonstrations, WARMUP_EXAMPLES_AHEAD, count)
+        started = await self._order(WarmUp(examples, job.task.warmup_until if examples else 0.0), Started)
         self.record.warmed_up(started[0])
         await self._versions_reach(0)
-
-    def _demonstrations(self) -> list[Example]:
-        job, task = self.job, self.scorer.task
-        if job.task.warmup_until <= 0:
-            return []
-        count = job.trainer.warmup_steps_max * job.trainer.warmup_batch
-        problems = (task.train_prompt(WARMUP_EXAMPLES_AHEAD + i) for i in range(count))
-        pairs = ((problem, task.demonstration(problem)) for problem in problems)
-        return [
-            Example(self.scorer.encode(problem.prompt), self.scorer.encode_answer(answer))
-            for problem, answer in pairs
-            if answer is not None
-        ]
 
     async def train(self) -> None:
         """Consumes one batch a step in admission order; produces versions; waits for the buffer and the trainer."""
@@ -309,7 +302,7 @@ class Controller:
         """Greedy accuracy on the held-out set, while no update is under way."""
         self._evaluation = Evaluation.of(
             self.scorer.task.eval_problems(),
-            self.scorer.encode,
+            self.scorer.encode_all,
             lambda: next(self._ids),
             self.job.task.max_new_tokens,
         )

@@ -32,18 +32,17 @@ class Evaluation:
     def of(
         cls,
         problems: list[Problem],
-        encode: Callable[[str], list[int]],
+        encode_all: Callable[[list[str]], list[list[int]]],
         next_request_id: Callable[[], int],
         max_new_tokens: int,
     ) -> Evaluation:
         """Prepare one greedy request per problem."""
         evaluation = cls(problems)
         sampling = SamplingParams(max_new_tokens=max_new_tokens, greedy=True)
-        for index, problem in enumerate(problems):
+        prompts = encode_all([problem.prompt for problem in problems])
+        for index, (problem, prompt_ids) in enumerate(zip(problems, prompts, strict=True)):
             request_id = next_request_id()
-            evaluation.requests[request_id] = GenerationRequest(
-                request_id, EVAL_GROUP, index, encode(problem.prompt), 0, sampling
-            )
+            evaluation.requests[request_id] = GenerationRequest(request_id, EVAL_GROUP, index, prompt_ids, 0, sampling)
             evaluation._problem_of[request_id] = problem
         if not evaluation.requests:
             evaluation.done.set()

@@ -15,6 +15,7 @@ from anyio.lowlevel import current_token
 from rlbridge.controller.buffer import ScoredTrajectory
 from rlbridge.rollout.tasks.base import Problem, Task
 from rlbridge.rollout.trajectory import Trajectory
+from rlbridge.trainer.messages import Example
 from rlbridge.transport.errors import RewardError, TaskError
 
 if TYPE_CHECKING:
@@ -56,22 +57,34 @@ class Scorer:
     timeout_s: float
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt.
+        """Token ids of a prompt; TaskError as in ``encode_all``."""
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of prompts, much faster than one by one.
 
         Raises:
-            TaskError: the text gives no token, or one that the model has no embedding for.
+            TaskError: a text gives no token, or one that the model has no embedding for.
         """
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not texts:
+            return []
+        rows: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         unknown = self.tokenizer.unk_token_id
-        if not ids:
-            raise TaskError(f"the prompt {text!r} gives no token; give a prompt that is not empty")
-        if max(ids) >= self.vocabulary or (unknown is not None and unknown in ids):
-            raise TaskError(f"the tokenizer does not know all of the prompt {text!r}; use characters of its vocabulary")
-        return ids
+        for text, ids in zip(texts, rows, strict=True):
+            if not ids:
+                raise TaskError(f"the prompt {text!r} gives no token; give a prompt that is not empty")
+            if max(ids) >= self.vocabulary or (unknown is not None and unknown in ids):
+                raise TaskError(f"the tokenizer does not know all of {text!r}; use characters of its vocabulary")
+        return rows
 
-    def encode_answer(self, text: str) -> list[int]:
-        """Token ids of a demonstration, closed by the end-of-sequence token."""
-        return [*self.encode(text), self.tokenizer.eos_token_id]
+    def demonstrations(self, first: int, count: int) -> list[Example]:
+        """Supervised pairs of ``count`` training problems from index ``first`` on; answers end with end-of-sequence."""
+        problems = [self.task.train_prompt(first + i) for i in range(count)]
+        pairs = [(problem.prompt, answer) for problem in problems if (answer := self.task.demonstration(problem))]
+        prompts = self.encode_all([prompt for prompt, _ in pairs])
+        answers = self.encode_all([answer for _, answer in pairs])
+        end = self.tokenizer.eos_token_id
+        return [Example(prompt, [*answer, end]) for prompt, answer in zip(prompts, answers, strict=True)]
 
     def decode(self, trajectories: list[Trajectory]) -> list[str]:
         """Responses as text, special tokens left out."""
