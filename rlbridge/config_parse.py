@@ -47,7 +47,7 @@ def leaf_keys(cls: type[Any], prefix: str = "") -> list[str]:
     keys: list[str] = []
     for name, hint in _fields(cls).items():
         full_key = f"{prefix}{name}"
-        keys += leaf_keys(hint, f"{full_key}.") if dataclasses.is_dataclass(hint) else [full_key]
+        keys += leaf_keys(hint, f"{full_key}.") if _is_group(hint) else [full_key]
     return keys
 
 
@@ -76,7 +76,7 @@ def _required(cls: type[Any]) -> list[str]:
 
 
 def _parse_value(hint: Any, value: Any, key: str) -> Any:
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+    if _is_group(hint):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{key}={value!r}: expected a group of settings")
         return parse_dataclass(hint, value, f"{key}.")
@@ -91,6 +91,10 @@ def _parse_value(hint: Any, value: Any, key: str) -> Any:
     if isinstance(parsed, float) and not math.isfinite(parsed):
         raise ConfigError(f"{key}={value!r}: expected a finite number")
     return parsed
+
+
+def _is_group(hint: Any) -> bool:
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
