@@ -6,8 +6,9 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,30 @@ class Job:
 
 
 Start = Callable[..., Job]
+
+
+def started_jobs(folder: Path) -> Iterator[Start]:
+    """Yield a function that starts ``rlbridge run RECIPE ...`` under ``folder``; kill what still runs at the end."""
+    jobs: list[Job] = []
+
+    def start_job(recipe: str, *overrides: str, small: bool = True, env: dict[str, str] | None = None) -> Job:
+        name = f"run{len(jobs)}"
+        fixed = [f"tracking.runs_dir={folder}", f"name={name}", "tracking.progress=plain"]
+        command = [sys.executable, "-m", "rlbridge", "run", recipe, *fixed, *(SMALL if small else []), *overrides]
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, **(env or {})},
+            cwd=folder,
+        )
+        jobs.append(Job(process, folder / name))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        if job.process.poll() is None:
+            job.process.kill()
+            job.process.communicate()
