@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-import msgspec
-import xxhash
 from anyio.from_thread import BlockingPortal
 
 from rlbridge.sync import messages as m
 from rlbridge.sync.bridge import Bridge
+from rlbridge.sync.layout.checkpoint import spec_hash
 from rlbridge.sync.layout.discover import discover
 from rlbridge.sync.layout.live import LiveTensors
 from rlbridge.sync.layout.probe import LoadWeights
@@ -65,7 +64,7 @@ class Weights:
             world=place.world,
             address=address,
             layout=layout,
-            spec_hash=xxhash.xxh3_128_hexdigest(msgspec.json.encode(self.spec)),
+            spec_hash=spec_hash(self.spec),
             spec=self.spec if place.name == m.sender_name(0) else None,
         )
 

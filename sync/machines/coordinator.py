@@ -150,7 +150,8 @@ class CoordinatorMachine:
             case m.Supersede(old):
                 return self._on_supersede(worker, old)
             case m.Ready(epoch, version):
-                self._answered(worker, Phase.READYING, epoch)
+                if self._answered(worker, Phase.READYING, epoch) and not self._waiting:
+                    return self._start()
             case m.Sent() | m.Verified():
                 return self._on_executed(worker, message)
             case m.Unblocked(version, stall_s):
@@ -194,8 +195,11 @@ class CoordinatorMachine:
             return []
         todo: list[Instruction] = [Tell(worker, m.Stop(m.ErrorReport.of(error))) for worker in gone]
         todo.append(Publish(ReplicaLost(replica, str(error))))
-        left = self.members.receivers if self.phase is Phase.GATHERING else self.members.replicas()
-        if not left:
+        if self.phase is Phase.GATHERING:
+            return todo if self.members.receivers else todo + self._finish(error)
+        if not self.members.joined:
+            return todo + self._finish(None)
+        if not self.members.replicas() and self.members.sender_names():
             return todo + self._finish(error)
         return todo + self._forget(gone)
 
@@ -218,7 +222,8 @@ class CoordinatorMachine:
             for worker in gone:
                 ledger.blocked.pop(worker, None)
         todo = self._land()
-        if self.phase in (Phase.PARTING, Phase.LINKING, Phase.READYING, Phase.MOVING):
+        linking = self.phase in (Phase.PARTING, Phase.LINKING)
+        if linking or (self.update is not None and not self.update.released and self.phase is not Phase.PLANNING):
             todo += self._make_plan()
         for version in list(self._ledgers):
             todo += self._close_ledger(version)
@@ -231,7 +236,8 @@ class CoordinatorMachine:
             self._enter(Phase.IDLE)  # a sender left in peace: there will be no more versions
             return []
         if not self.members.replicas():
-            return self._finish(WorkerError("no rollout replica is left to receive weights"))
+            self._enter(Phase.IDLE)
+            return []
         self._stale = False
         self.epoch += 1
         self._enter(Phase.PLANNING)
@@ -300,6 +306,8 @@ class CoordinatorMachine:
         offered = [v for v, by in self._offers.items() if by >= senders and len(by) == self.members.senders]
         if not offered:
             return []
+        if not self.members.replicas():
+            return self._finish(WorkerError(f"no rollout replica is left to receive version {min(offered)}"))
         if self._stale:
             return self._make_plan()
         version = min(offered)
@@ -403,7 +411,7 @@ class CoordinatorMachine:
         todo: list[Instruction] = []
         if ledger.blocked.pop(worker, None) is not None:
             replica = self.members.joined[worker].replica
-            if not any(rank in ledger.blocked for rank in self.members.replicas().get(replica, [])):
+            if not any(self.members.joined[other].replica == replica for other in ledger.blocked):
                 todo.append(Publish(ReplicaAt(replica, version)))
         return todo + self._close_ledger(version)
 
