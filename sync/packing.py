@@ -46,7 +46,9 @@ class _Copy:
 
     def unpack(self, payload: torch.Tensor) -> None:
         if self.index is None:
-            self.live.copy_(self.wire(payload))
+            # Outermost the dimension that strides widest at run time: torch is several times faster that way round.
+            order = sorted(range(self.live.dim()), key=lambda d: -self.live.stride(d))
+            self.live.permute(order).copy_(self.wire(payload).permute(order))
         else:
             self.live[self.index] = self.wire(payload).to(self.live.dtype)
 

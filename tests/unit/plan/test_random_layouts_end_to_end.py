@@ -148,7 +148,7 @@ def jobs(draw):
     return spec, senders, receivers, ranks, replicas, nodes, draw(st.sampled_from([16, 64, 4096]))
 
 
-few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 @given(st.data())
@@ -227,7 +227,7 @@ def test_delivery_equals_a_fresh_load_bit_for_bit(job):
 
 
 @given(jobs())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_the_plan_is_the_same_whatever_order_the_workers_joined_in(job):
     spec, sending, receiving, (n_send, n_receive), replicas, n_nodes, bucket_bytes = job
     senders = {f"t{r}": Worker(sending, spec, r, n_send).discover(spec) for r in range(n_send)}
