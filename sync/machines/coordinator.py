@@ -198,7 +198,7 @@ class CoordinatorMachine:
         if self.phase is Phase.GATHERING:
             return todo if self.members.receivers else todo + self._finish(error)
         if not self.members.joined:
-            return todo + self._finish(None)
+            return todo + self._forget(gone) + self._finish(None)
         if not self.members.replicas() and self.members.sender_names():
             return todo + self._finish(error)
         return todo + self._forget(gone)
