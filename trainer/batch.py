@@ -70,7 +70,7 @@ class Batch:
     def filler(self) -> Batch:
         """One row in which no token counts: lets a rank without work take part in a collective forward."""
         row = self.select([0])
-        return replace(row, mask=torch.zeros_like(row.mask))
+        return replace(row, mask=torch.zeros_like(row.mask), lengths=torch.zeros_like(row.lengths))
 
 
 def collate(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Batch:

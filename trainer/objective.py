@@ -102,5 +102,5 @@ def objective(
     statistics.add_max("ratio_max", policy.ratio, mask)
     statistics.add_max("is_weight_max", weights, mask)
     silent = (torch.where(mask, targets.advantages, 0.0) == 0).all(dim=1)
-    statistics.add_mean("zero_advantage_fraction", silent.float(), batch.lengths >= 0)
+    statistics.add_mean("zero_advantage_fraction", silent.float(), mask.any(dim=1))
     return loss

@@ -103,6 +103,7 @@ def run_trainer(spec: TrainerSpec) -> None:
                 policy = load_policy(Path(spec.model_dir), with_values=spec.algorithm.name == "ppo")
                 timeline = Timeline()
                 with _bridge(portal, spec, policy, timeline) as bridge:
+                    bridge.connect()
                     TrainerRank(spec, portal, job, policy, bridge, timeline).run()
         except Exception as error:
             portal.call(_say_last_words, job, f"{type(error).__name__}: {error}")
@@ -201,10 +202,8 @@ def _job_channel(portal: BlockingPortal, spec: TrainerSpec) -> Iterator[JobChann
         yield job
 
 
-@contextmanager
-def _bridge(portal: BlockingPortal, spec: TrainerSpec, policy: Policy, timeline: Timeline) -> Iterator[SenderAdapter]:
-    """A connected sender: its layout is discovered, and the plan of the first epoch is made."""
-    adapter = SenderAdapter(
+def _bridge(portal: BlockingPortal, spec: TrainerSpec, policy: Policy, timeline: Timeline) -> SenderAdapter:
+    return SenderAdapter(
         coordinator=spec.sync_endpoint,
         secret=spec.secret,
         rank=spec.rank,
@@ -217,11 +216,6 @@ def _bridge(portal: BlockingPortal, spec: TrainerSpec, policy: Policy, timeline:
         timeline=timeline,
         portal=portal,
     )
-    adapter.connect()
-    try:
-        yield adapter
-    finally:
-        adapter.close()
 
 
 async def _say_last_words(job: JobChannel, error: str) -> None:
