@@ -406,24 +406,25 @@ class CoordinatorMachine:
     def _on_unblocked(self, worker: str, version: int, stall_s: float) -> list[Instruction]:
         if version in self._withdrawn or self._is_over(version):
             return []
-        ledger = self._ledger(version)
-        ledger.stalls[worker] = stall_s
+        ledger, join = self._ledger(version), self.members.joined[worker]
+        stalls = ledger.sender_stall_s if join.role == "sender" else ledger.receiver_stall_s
+        stalls[worker] = stall_s
         todo: list[Instruction] = []
-        if ledger.blocked.pop(worker, None) is not None:
-            replica = self.members.joined[worker].replica
-            if not any(self.members.joined[other].replica == replica for other in ledger.blocked):
-                todo.append(Publish(ReplicaAt(replica, version)))
+        if ledger.blocked.pop(worker, None) is not None and not any(
+            self.members.joined[other].replica == join.replica for other in ledger.blocked
+        ):
+            todo.append(Publish(ReplicaAt(join.replica, version)))
         return todo + self._close_ledger(version)
 
     def _is_over(self, version: int) -> bool:
         return version not in self._ledgers and self.delivered is not None and version <= self.delivered
 
     def _close_ledger(self, version: int) -> list[Instruction]:
-        ledger, senders = self._ledgers[version], self.members.sender_names()
-        if not ledger.landed or ledger.blocked or any(sender not in ledger.stalls for sender in senders):
+        ledger = self._ledgers[version]
+        if not ledger.landed or ledger.blocked or not ledger.sender_stall_s.keys() >= set(self.members.sender_names()):
             return []
         del self._ledgers[version]
-        return [Publish(UpdateDone(version, ledger.stats(senders)))]
+        return [Publish(UpdateDone(version, ledger.stats()))]
 
     # --- the end ---------------------------------------------------------------------------------------------------
 

@@ -24,13 +24,14 @@ class Ledger:
 
     Attributes:
         blocked: receivers that were told to commit and have not said yet that they compute with it, and since when.
-        stalls: seconds by worker, as they say so.
+        sender_stall_s, receiver_stall_s: seconds by worker, as they say so.
         landed: the transfer is over.
     """
 
     version: int
     blocked: dict[str, float] = field(default_factory=dict)
-    stalls: dict[str, float] = field(default_factory=dict)
+    sender_stall_s: dict[str, float] = field(default_factory=dict)
+    receiver_stall_s: dict[str, float] = field(default_factory=dict)
     landed: bool = False
     started_s: float | None = None
     verified_s: float = 0.0
@@ -48,7 +49,7 @@ class Ledger:
         else:
             self.verified_s = max(self.verified_s, now_s)
 
-    def stats(self, senders: list[str]) -> UpdateStats:
+    def stats(self) -> UpdateStats:
         """The summary for the host."""
         return UpdateStats(
             version=self.version,
@@ -56,7 +57,7 @@ class Ledger:
             trainer_egress_bytes=self.egress_bytes,
             transfer_s=self.verified_s - self.started_s if self.started_s is not None else 0.0,
             lower_bound_s=self.lower_bound_s,
-            sender_stall_s={w: s for w, s in self.stalls.items() if w in senders},
-            receiver_stall_s={w: s for w, s in self.stalls.items() if w not in senders},
+            sender_stall_s=self.sender_stall_s,
+            receiver_stall_s=self.receiver_stall_s,
             digests_checked=self.digests,
         )
