@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import anyio
@@ -80,14 +80,20 @@ def run_rollout(spec: RolloutSpec) -> None:
     """
     torch.set_num_threads(spec.rollout.threads)
     torch.manual_seed(spec.seed)
-    with start_blocking_portal("asyncio") as portal, _job_channel(portal, spec) as job:
+    with (
+        start_blocking_portal("asyncio") as portal,
+        _job_channel(portal, spec) as job,
+        _inbox(portal, job) as inbox,
+        ExitStack() as until_told,
+    ):
         try:
-            with _inbox(portal, job) as inbox:
-                timeline = Timeline()
-                engine = TransformersEngine(Path(spec.model_dir), spec.rollout, spec.replica)
-                with _bridge(portal, spec, engine, timeline, inbox) as bridge:
-                    RolloutReplica(spec, portal, job, engine, bridge, inbox, timeline).run()
+            timeline = Timeline()
+            engine = TransformersEngine(Path(spec.model_dir), spec.rollout, spec.replica)
+            bridge = until_told.enter_context(_bridge(portal, spec, engine, timeline, inbox))
+            bridge.connect()
+            RolloutReplica(spec, portal, job, engine, bridge, inbox, timeline).run()
         except Exception as error:
+            # Before the bridge hears of it: that may end the run, and the controller should know why by then.
             portal.call(_say_last_words, job, f"{type(error).__name__}: {error}")
             raise
 
@@ -189,7 +195,7 @@ class RolloutReplica:
 
 @contextmanager
 def _job_channel(portal: BlockingPortal, spec: RolloutSpec) -> Iterator[JobChannel]:
-    channel = connect(
+    channel: AbstractAsyncContextManager[JobChannel] = connect(
         spec.job_endpoint,
         spec.secret,
         name=f"rollout-{spec.replica}",
@@ -212,12 +218,10 @@ def _inbox(portal: BlockingPortal, job: JobChannel) -> Iterator[Inbox]:
         filling.cancel()
 
 
-@contextmanager
 def _bridge(
     portal: BlockingPortal, spec: RolloutSpec, engine: Engine, timeline: Timeline, inbox: Inbox
-) -> Iterator[ReceiverAdapter]:
-    """A connected receiver: the engine's layout is discovered, and the plan of the first epoch is made."""
-    adapter = ReceiverAdapter(
+) -> ReceiverAdapter:
+    return ReceiverAdapter(
         coordinator=spec.sync_endpoint,
         secret=spec.secret,
         replica=spec.replica,
@@ -232,9 +236,6 @@ def _bridge(
         portal=portal,
         on_news=inbox.wake,
     )
-    with adapter:
-        adapter.connect()
-        yield adapter
 
 
 async def _deliver(job: JobChannel, message: FromRollout, timeout_s: float) -> None:

@@ -89,6 +89,25 @@ def test_greedy_tokens_and_logprobs_equal_a_full_recompute(
         assert_logprobs(trajectory, logits, SamplingParams(1))
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_eager_attention_takes_the_same_mask(name: str, make_engine: MakeEngine, model_dir: ModelDir) -> None:
+    engine = make_engine(name)
+    engine._model.module.set_attn_implementation("eager")
+    engine.submit(some_requests(9, seed=6))
+    for trajectory in run(engine).values():
+        assert_logprobs(trajectory, full_logits(model_dir(name), trajectory), SamplingParams(1))
+
+
+def test_a_long_prefill_is_split_into_several_forwards(
+    make_engine: MakeEngine, model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlbridge.rollout.engine.transformers_engine._PREFILL_TOKENS", 30)
+    engine = make_engine()
+    engine.submit(some_requests(16, seed=8))
+    for trajectory in run(engine).values():
+        assert_logprobs(trajectory, full_logits(model_dir("qwen3"), trajectory), SamplingParams(1))
+
+
 def test_greedy_equals_transformers_generate(make_engine: MakeEngine, model_dir: ModelDir) -> None:
     model = reference(model_dir("qwen3"))
     engine = make_engine()
