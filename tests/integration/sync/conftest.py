@@ -55,7 +55,7 @@ class Bridge:
 
     async def signalled(self, name: str) -> None:
         """Wait until the worker ``name`` says that its trick is played."""
-        with anyio.fail_after(30.0):
+        with anyio.fail_after(120.0):
             while not (self.folder / name).exists():
                 await anyio.sleep(0.02)
 
@@ -64,7 +64,7 @@ class Bridge:
 
     async def report(self, name: str) -> Any:
         """Wait for a worker's end and read its report."""
-        with anyio.fail_after(60.0):
+        with anyio.fail_after(120.0):
             out, _ = await anyio.to_thread.run_sync(self.processes[name].communicate, abandon_on_cancel=True)
         return msgspec.json.decode(out, type=worker_module.WorkerReport)
 
@@ -91,7 +91,7 @@ def open_bridge(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Bri
             staging_bytes=128 * 1024,
             heartbeat_s=0.5,
             dead_after_s=5.0,
-            connect_timeout_s=60.0,
+            connect_timeout_s=120.0,
             update_timeout_s=update_timeout_s,
         )
         coordinator = Coordinator(
@@ -125,7 +125,7 @@ def open_bridge(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Bri
                     )
                     bridge.processes[name] = _spawn(spec)
                 yield bridge
-                with anyio.fail_after(30.0):
+                with anyio.fail_after(120.0):
                     await _all_ended(bridge)
                 bridge.coordinator.stop()
         finally:
