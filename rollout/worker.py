@@ -37,6 +37,7 @@ from rlbridge.rollout.messages import (
 )
 from rlbridge.sync.adapters import ReceiverAdapter
 from rlbridge.sync.config import SyncConfig
+from rlbridge.sync.dump import WeightDump
 from rlbridge.sync.layout.checkpoint import read_spec
 from rlbridge.sync.stall import Timeline, now_s
 from rlbridge.transport.config import TransportConfig
@@ -59,6 +60,7 @@ class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         secret: the run's secret, which authenticates both.
         model_dir: local Hugging Face directory; weights are not read from it.
         seed: of the weights that the first version overwrites; requests bring their own.
+        dump_dir: folder to keep the weights of every version in, or ``None``.
     """
 
     replica: int
@@ -70,6 +72,7 @@ class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sync: SyncConfig
     transport: TransportConfig
     seed: int
+    dump_dir: str | None = None
 
 
 def run_rollout(spec: RolloutSpec) -> None:
@@ -118,6 +121,7 @@ class RolloutReplica:
         self._bridge = bridge
         self._inbox = inbox
         self._timeline = timeline
+        self._dump = WeightDump(spec.dump_dir, f"rollout-{spec.replica}")
         self._stopped = False
         self._busy_since_s: float | None = None
         self._reported_s = now_s()
@@ -144,6 +148,7 @@ class RolloutReplica:
             return
         with self._timeline.span("work/rollout/new_version", version):
             aborted = self._engine.set_version(version, self._spec.sync.kv_cache)
+        self._dump.write(version, self._engine.live_tensors())
         if aborted:
             self._send(Finished(aborted))
         self._report()

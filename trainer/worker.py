@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 
 import anyio
@@ -24,6 +24,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from rlbridge.sync.adapters import SenderAdapter
 from rlbridge.sync.config import SyncConfig
+from rlbridge.sync.dump import WeightDump
 from rlbridge.sync.layout.checkpoint import read_spec
 from rlbridge.sync.stall import Timeline
 from rlbridge.trainer.batch import collate_trajectories
@@ -64,6 +65,7 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         secret: the run's secret, which authenticates both.
         model_dir: local Hugging Face checkpoint. run_dir: the run's folder.
         temperature: of the sampler.
+        dump_dir: folder to keep the weights of every version in, or ``None``.
     """
 
     rank: int
@@ -79,6 +81,7 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     transport: TransportConfig
     temperature: float
     seed: int
+    dump_dir: str | None = None
 
     @property
     def rendezvous(self) -> Path:
@@ -129,6 +132,7 @@ class TrainerRank:
         self._bridge = bridge
         self._timeline = timeline
         self._learner = Learner(policy, spec.algorithm, spec.trainer, temperature=spec.temperature)
+        self._dump = WeightDump(spec.dump_dir, f"trainer-{spec.rank}")
         self._version: int | None = None
 
     def run(self) -> None:
@@ -185,12 +189,13 @@ class TrainerRank:
     def _publish(self, version: int) -> None:
         """Hand the weights to the bridge; blocks as long as the staging mode says."""
         self._version = version
+        self._dump.write(version, self._policy.live_tensors())
         self._bridge.send_weights(version)
 
 
 @contextmanager
 def _job_channel(portal: BlockingPortal, spec: TrainerSpec) -> Iterator[JobChannel]:
-    channel = connect(
+    channel: AbstractAsyncContextManager[JobChannel] = connect(
         spec.job_endpoint,
         spec.secret,
         name=f"trainer-{spec.rank}",

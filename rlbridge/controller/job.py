@@ -104,6 +104,7 @@ async def _launch(
         "sync": job.sync,
         "transport": job.transport,
         "seed": job.seed,
+        "dump_dir": str(run_dir / "weights") if job.tracking.dump_weights else None,
     }
     for rank in range(job.trainer.ranks):
         trainer = TrainerSpec(
