@@ -8,11 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
 SHARED_MEMORY = Path("/dev/shm")  # where UCX, torch and gloo keep segments
 LEAVING_S = 5.0
+
+# Properties are checked by count of examples, not by a stopwatch: machines are shared, and first calls load libraries.
+hypothesis.settings.register_profile("rlbridge", deadline=None)
+hypothesis.settings.load_profile("rlbridge")
 
 
 @pytest.fixture
