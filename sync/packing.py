@@ -47,7 +47,8 @@ class _Copy:
     def unpack(self, payload: torch.Tensor) -> None:
         if self.index is None:
             # Outermost the dimension that strides widest at run time: torch is several times faster that way round.
-            order = sorted(range(self.live.dim()), key=lambda d: -self.live.stride(d))
+            strides = self.live.stride()
+            order = sorted(range(len(strides)), key=lambda d: -strides[d])
             self.live.permute(order).copy_(self.wire(payload).permute(order))
         else:
             self.live[self.index] = self.wire(payload).to(self.live.dtype)
@@ -180,7 +181,7 @@ def _logical_index(piece: Piece, tensor: torch.Tensor) -> tuple[torch.Tensor, ..
 
 def payload_digest(payload: torch.Tensor) -> bytes:
     """xxh3-128 of ``payload`` (contiguous ``uint8`` in host memory), read in place."""
-    return xxhash.xxh3_128_digest(payload.detach().numpy())
+    return xxhash.xxh3_128_digest(payload.detach().numpy().data)
 
 
 def write_header(buffer: torch.Tensor, epoch: int, version: int, bucket: int, payload: torch.Tensor) -> None:

@@ -35,6 +35,11 @@ def by_tensor(spec: CheckpointSpec, ids: Ids) -> Iterator[tuple[str, Ids, Ids]]:
     firsts = first_ids(spec)
     names = [name for name, tensor in spec.tensors.items() if 0 not in tensor.shape]
     starts = np.array([firsts[name] for name in names], np.int64)
+    if ids.size and ids.min() > 0:
+        first, last = np.searchsorted(starts, (ids.min(), ids.max()), side="right") - 1
+        if first == last:  # the usual case, for which the arrays below would be large for nothing
+            yield names[first], ids - firsts[names[first]], np.arange(ids.size)
+            return
     places = np.flatnonzero(ids)
     owner = np.searchsorted(starts, ids[places], side="right") - 1
     for index in np.unique(owner):

@@ -76,11 +76,12 @@ def restored(live_tensors: LiveTensors) -> Iterator[None]:
         # Asked for again: a loader may have replaced tensors instead of writing into them.
         now = live_tensors()
         lost = [name for name, tensor in saved.items() if name not in now or now[name].shape != tensor.shape]
-        for name in saved.keys() - set(lost):
-            now[name].detach().copy_(saved[name])
+        for name in saved:
+            if name not in lost:
+                now[name].detach().copy_(saved[name])
         if lost:
             raise LayoutError(
-                f"loading changed the shape of these tensors or dropped them, so they cannot be given their values "
+                "loading changed the shape of these tensors or dropped them, so they cannot be given their values "
                 f"back: {', '.join(sorted(lost)[:20])}; discover the layout before post-processing"
             )
 
@@ -88,8 +89,8 @@ def restored(live_tensors: LiveTensors) -> Iterator[None]:
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and byte behind the last one, within the storage."""
     reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.storage_offset() * tensor.element_size()
-    return begin, begin + (reach + 1) * tensor.element_size()
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    return begin, begin + (int(reach) + 1) * tensor.element_size()
 
 
 def _inside(tensor: torch.Tensor, owner: torch.Tensor) -> bool:

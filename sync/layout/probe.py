@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlbridge.sync.layout.dtypes import dtype_name, exact_integers, poison, torch_dtype
+from rlbridge.sync.layout.dtypes import dtype_name, exact_integers, torch_dtype
 from rlbridge.sync.layout.elements import Ids, count_ids, first_ids
 from rlbridge.sync.layout.live import LiveTensors, fill_poison, owners
 from rlbridge.sync.layout.spec import CheckpointSpec
@@ -81,7 +81,7 @@ def probed_tensors(spec: CheckpointSpec, live_tensors: LiveTensors) -> dict[str,
 
 
 def digit_base(spec: CheckpointSpec, live: Mapping[str, torch.Tensor]) -> int:
-    """How many digits every dtype on the way can tell apart.
+    """How many digits every dtype on the way can tell apart; a power of two.
 
     Raises:
         LayoutError: a tensor's dtype cannot; the text names it.
@@ -91,7 +91,8 @@ def digit_base(spec: CheckpointSpec, live: Mapping[str, torch.Tensor]) -> int:
     refused = [f"{what}: {dtype_name(dtype)}" for what, dtype in dtypes.items() if exact_integers(dtype) is None]
     if refused:
         raise LayoutError("layout discovery cannot follow tensors of these dtypes:\n  " + "\n  ".join(refused[:20]))
-    return min([_MAX_BASE, *(exact_integers(dtype) or 0 for dtype in dtypes.values())])
+    narrowest = min([_MAX_BASE, *(exact_integers(dtype) or 0 for dtype in dtypes.values())])
+    return 1 << (narrowest.bit_length() - 1)
 
 
 def _digits(spec: CheckpointSpec, names: Iterable[str], scale: int, base: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -100,17 +101,19 @@ def _digits(spec: CheckpointSpec, names: Iterable[str], scale: int, base: int) -
     for name in names:
         tensor = spec.tensors[name]
         ids = torch.arange(firsts[name], firsts[name] + math.prod(tensor.shape), dtype=torch.int64)
-        digits = ids.div_(scale, rounding_mode="floor").remainder_(base)
+        digits = ids.bitwise_right_shift_(scale.bit_length() - 1).bitwise_and_(base - 1)
         yield name, digits.to(torch_dtype(tensor.dtype)).reshape(tensor.shape)
 
 
 def _add_digits(tensor: torch.Tensor, ids: torch.Tensor, strange: torch.Tensor, scale: int, base: int) -> None:
     """Add one pass's digits to ``ids``; mark what is neither a digit nor untouched as ``strange``."""
     flat = tensor.reshape(-1)
+    exact = torch.float32 if tensor.element_size() <= 2 else torch.float64
     for at in range(0, flat.numel(), _CHUNK):
         part = slice(at, at + _CHUNK)
-        values = flat[part].to("cpu", torch.float64)
-        digits = values.nan_to_num(nan=-2.0, posinf=-2.0, neginf=-2.0).to(torch.int64)
+        values = flat[part].to("cpu", exact)
+        digits = values.to(torch.int64)
+        # Poison is no digit, and neither is NaN, which differs from whatever integer it becomes.
         no_digit = (digits != values) | (digits < 0) | (digits >= base)
-        strange[part] |= no_digit | (values == poison(tensor.dtype))
-        ids[part] += digits.mul_(scale).masked_fill_(no_digit, 0)
+        strange[part] |= no_digit
+        ids[part] += digits.masked_fill_(no_digit, 0).mul_(scale)

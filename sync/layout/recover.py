@@ -49,6 +49,9 @@ def _tensor_boxes(spec: CheckpointSpec, runtime: str, ids: Ids) -> Iterator[Box]
 
 def _layers(elements: Ids, places: Ids) -> Iterator[tuple[Ids, Ids]]:
     """Split replicated elements so that within each layer every checkpoint element has one place."""
+    if (np.diff(elements) > 0).all():
+        yield elements, places
+        return
     low = int(elements.min())
     while elements.size:
         place_of = np.full(int(elements.max()) - low + 1, -1, np.int64)
@@ -60,6 +63,13 @@ def _layers(elements: Ids, places: Ids) -> Iterator[tuple[Ids, Ids]]:
 
 def _layer_boxes(runtime: str, name: str, shape: tuple[int, ...], elements: Ids, places: Ids) -> Iterator[Box]:
     """Boxes of one layer: ``elements`` (row-major in ``shape``) lie at ``places``."""
+    inner = _inner_axis(shape, elements, places) if shape else None
+    if inner is not None:
+        low, count, stride = inner
+        for box in _layer_boxes(runtime, name, shape[:-1], elements[::count] // shape[-1], places[::count]):
+            area = ((*box.start, low), (*box.count, count), (*box.step, 1))
+            yield Box(runtime, name, *area, box.offset, (*box.strides, stride))
+        return
     index = np.unravel_index(elements, shape) if shape else ()
     lines: _Coordinates = [np.unique(axis) for axis in index]
     grid = np.full([line.size for line in lines], -1, np.int64)
@@ -68,6 +78,24 @@ def _layer_boxes(runtime: str, name: str, shape: tuple[int, ...], elements: Ids,
     )
     for cell, cell_lines in _affine_cells(grid, lines):
         yield _box(runtime, name, cell, cell_lines)
+
+
+def _inner_axis(shape: tuple[int, ...], elements: Ids, places: Ids) -> tuple[int, int, int] | None:
+    """First column, number of columns and stride if all rows lie alike: most layouts, and they need no grid for it."""
+    low = int(elements[0]) % shape[-1]
+    longest = min(elements.size, shape[-1] - low)
+    ends = np.flatnonzero(elements[:longest] != elements[0] + np.arange(longest))
+    count = int(ends[0]) if ends.size else longest
+    if elements.size % count:
+        return None
+    stride = int(places[1] - places[0]) if count > 1 else 0
+    rows, there = elements.reshape(-1, count), places.reshape(-1, count)
+    alike = (
+        (rows[:, 0] % shape[-1] == low).all()
+        and (np.diff(rows, axis=1) == 1).all()
+        and (np.diff(there, axis=1) == stride).all()
+    )
+    return (low, count, stride) if alike else None
 
 
 def _affine_cells(grid: _Grid, lines: _Coordinates) -> Iterator[tuple[_Grid, _Coordinates]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rlbridge.sync.layout.dtypes import bit_view, poison, torch_dtype
 from rlbridge.sync.layout.elements import Ids, by_tensor
@@ -18,6 +19,8 @@ from rlbridge.sync.layout.live import LiveTensors, fill_poison
 from rlbridge.sync.layout.probe import LoadWeights, Probed, probed_tensors
 from rlbridge.sync.layout.spec import CheckpointSpec
 from rlbridge.transport.errors import LayoutError
+
+_Mask = NDArray[np.bool_]
 
 _TRACED = 4096
 """Elements of each runtime tensor that are traced back when a loader is refused."""
@@ -34,11 +37,15 @@ def random_values(spec: CheckpointSpec, name: str, seed: int) -> torch.Tensor:
     if not dtype.is_floating_point:
         limits = torch.iinfo(dtype)
         return torch.randint(limits.min, limits.max, tensor.shape, generator=generator, dtype=dtype)
-    fine = torch.float64 if dtype is torch.float64 else torch.float32
-    mantissa = 1 + torch.rand(tensor.shape, generator=generator, dtype=fine)
-    exponent = torch.randint(-3, 1, tensor.shape, generator=generator)
-    sign = torch.randint(0, 2, tensor.shape, generator=generator).mul_(2).sub_(1)
-    return torch.ldexp(mantissa * sign, exponent).to(dtype)
+    # Random bits with the exponent field replaced: its two lowest bits stay, and choose among four powers of two.
+    bits = bit_view(torch.empty(0, dtype=dtype)).dtype
+    limits = torch.iinfo(bits)
+    raw = torch.randint(limits.min, limits.max, tensor.shape, generator=generator, dtype=bits)
+    mantissa_bits = -round(math.log2(torch.finfo(dtype).eps))
+    bias = 1 - round(math.log2(torch.finfo(dtype).tiny))
+    sign = limits.min if limits.min < 0 else 1 << (limits.bits - 1)
+    exponent = (raw >> mantissa_bits).bitwise_and_(3).add_(bias - 3).bitwise_left_shift_(mantissa_bits)
+    return raw.bitwise_and_(sign | ((1 << mantissa_bits) - 1)).bitwise_or_(exponent).view(dtype)
 
 
 def verify(
@@ -81,9 +88,7 @@ def _values(names: Iterable[str], value: Callable[[str], torch.Tensor]) -> Itera
         yield name, value(name)
 
 
-def _differing(
-    spec: CheckpointSpec, ids: Ids, live: torch.Tensor, seed: int
-) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _differing(spec: CheckpointSpec, ids: Ids, live: torch.Tensor, seed: int) -> _Mask:
     """Elements of the checkpoint, by ``ids``, that are not what :func:`random_values` gives after a cast."""
     flat = live.reshape(-1).cpu()
     differs = np.zeros(ids.size, np.bool_)
@@ -93,7 +98,7 @@ def _differing(
     return differs
 
 
-def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> _Mask:
     return (bit_view(a) == bit_view(b)).cpu().numpy()
 
 
@@ -111,23 +116,23 @@ def _trace(
     per bit of the index tell the tensors apart.
     """
 
-    def load(changed: Callable[[int], bool]) -> dict[str, torch.Tensor]:
-        index = {name: i for i, name in enumerate(names)}
-        load_weights(_values(names, lambda name: random_values(spec, name, seed + 1 + changed(index[name]))))
+    def load(changed: _Mask) -> dict[str, torch.Tensor]:
+        seeds = {name: seed + 1 + int(moved) for name, moved in zip(names, changed, strict=True)}
+        load_weights(_values(names, lambda name: random_values(spec, name, seeds[name])))
         live = probed_tensors(spec, live_tensors)
         return {
             name: live[name].reshape(-1)[torch.from_numpy(places[:_TRACED])].clone() for name, places in wrong.items()
         }
 
-    before = load(lambda _: False)
+    before = load(np.zeros(len(names), np.bool_))
     possible = {name: np.ones((len(names), values.numel()), np.bool_) for name, values in before.items()}
     indices = np.arange(len(names))
     for bit in range(max(1, math.ceil(math.log2(max(2, len(names)))))):
         for value in (0, 1):
-            after = load(lambda i, bit=bit, value=value: (i >> bit) & 1 == value)  # type: ignore[misc]
-            for name, values in after.items():
+            changed = (indices >> bit) & 1 == value
+            for name, values in load(changed).items():
                 unmoved = _equal_bits(values, before[name])
-                possible[name] &= ~(((indices >> bit) & 1 == value)[:, None] & unmoved[None, :])
+                possible[name] &= ~(changed[:, None] & unmoved[None, :])
     sources: dict[str, list[str]] = defaultdict(list)
     for name, table in possible.items():
         sources[name] = [names[i] for i in np.flatnonzero(table.any(axis=1))]

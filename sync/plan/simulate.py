@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rlbridge.sync.layout.dtypes import item_bytes
 from rlbridge.sync.layout.elements import Ids, paint, strided
-from rlbridge.sync.layout.source_map import SourceMap
+from rlbridge.sync.layout.source_map import Box, SourceMap
 from rlbridge.sync.layout.spec import CheckpointSpec
 from rlbridge.sync.plan.program import BucketProgram, Piece, Program
 from rlbridge.transport.errors import PlanError
@@ -121,7 +121,7 @@ def _run_in_lockstep(programs: Mapping[str, Program], buckets: Mapping[int, Mapp
 
 
 def _layers(spec: CheckpointSpec, layout: SourceMap) -> _Layers:
-    by_tensor: dict[str, list] = defaultdict(list)  # type: ignore[type-arg]
+    by_tensor: dict[str, list[Box]] = defaultdict(list)
     for box in layout.aliases:
         by_tensor[box.tensor].append(box)
     return [paint(spec, layout.runtime, boxes) for boxes in [layout.boxes, *by_tensor.values()]]

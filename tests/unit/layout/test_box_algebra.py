@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlbridge.sync.layout.algebra import Region, contains, intersect, partition, region, restrict, size, split, subtract
 from rlbridge.sync.layout.source_map import Box
 from rlbridge.transport.errors import LayoutError
 
+exact = settings(deadline=None, max_examples=60)
 axis = st.tuples(st.integers(0, 8), st.integers(1, 6), st.integers(1, 4))
 
 
@@ -29,6 +30,7 @@ def regions(dims: int):
     return st.lists(axis, min_size=dims, max_size=dims).map(as_region)
 
 
+@exact
 @given(st.integers(0, 3).flatmap(lambda n: st.tuples(regions(n), regions(n))))
 def test_intersection_and_difference_are_those_of_the_sets(pair):
     a, b = pair
@@ -40,6 +42,7 @@ def test_intersection_and_difference_are_those_of_the_sets(pair):
     assert contains(a, b) == set(elements(b)).issubset(elements(a))
 
 
+@exact
 @given(st.integers(0, 3).flatmap(regions), st.integers(1, 30))
 def test_splitting_keeps_the_row_major_order(area, largest):
     parts = split(area, largest)
@@ -47,6 +50,7 @@ def test_splitting_keeps_the_row_major_order(area, largest):
     assert all(size(part) <= largest for part in parts)
 
 
+@exact
 @given(st.integers(1, 2).flatmap(lambda n: st.lists(regions(n), min_size=1, max_size=4)))
 def test_cells_are_disjoint_and_inside_or_outside_of_every_region(areas):
     cells = partition(areas)
@@ -58,6 +62,7 @@ def test_cells_are_disjoint_and_inside_or_outside_of_every_region(areas):
             assert inside == (set(elements(cell)) if i in members else set())
 
 
+@exact
 @given(st.integers(0, 3).flatmap(lambda n: st.tuples(regions(n), regions(n))), st.integers(0, 9))
 def test_a_restricted_box_puts_the_same_elements_in_the_same_places(pair, offset):
     outer, inner = pair
