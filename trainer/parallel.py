@@ -29,12 +29,18 @@ def process_group(rank: int, world: int, rendezvous: Path, timeout_s: float) -> 
         yield
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(str(rendezvous), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group(
+        "gloo",
+        init_method=rendezvous.absolute().as_uri(),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout_s),
+    )
     try:
         yield
     finally:
         dist.destroy_process_group()
+        rendezvous.unlink(missing_ok=True)
 
 
 def world_size() -> int:

@@ -141,7 +141,9 @@ def test_training_makes_rewarded_answers_likelier(tiny_dir, trajectories, name):
 
 def test_the_critic_learns_the_reward(tiny_dir, trajectories):
     policy = load_policy(tiny_dir, with_values=True)
-    learner = Learner(policy, AlgorithmConfig(name="ppo", value_clip=10.0), TrainerConfig(learning_rate=5e-3), temperature=1.0)
+    learner = Learner(
+        policy, AlgorithmConfig(name="ppo", value_clip=10.0), TrainerConfig(learning_rate=5e-3), temperature=1.0
+    )
     losses = [
         learner.step(collate_trajectories(trajectories, [0.7] * 16), version)["train/value_loss"]
         for version in range(30)
