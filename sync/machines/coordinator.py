@@ -6,7 +6,7 @@ deliver the version again. Receivers that hold it already relay only, so nothing
 
 from __future__ import annotations
 
-from enum import Enum
+from collections.abc import Iterable
 
 from rlbridge.sync import messages as m
 from rlbridge.sync.machines.coordinator_events import (
@@ -24,8 +24,9 @@ from rlbridge.sync.machines.coordinator_events import (
     Tick,
 )
 from rlbridge.sync.machines.membership import Membership
-from rlbridge.sync.machines.update import Ledger, Update
-from rlbridge.sync.reports import PlanMade, ReplicaAt, ReplicaLost, UpdateDone
+from rlbridge.sync.machines.phases import Break, Phase, stage
+from rlbridge.sync.machines.update import Ledgers, Offers, Update
+from rlbridge.sync.reports import PlanMade, ReplicaLost
 from rlbridge.transport.errors import (
     DeadlineExceededError,
     LayoutError,
@@ -36,23 +37,8 @@ from rlbridge.transport.errors import (
     WorkerError,
 )
 
-VERDICT_S = 1.0
-"""After a link broke: seconds in which a death may explain it, before the same members try again."""
 MAX_BREAKS = 2
 """Unexplained breaks of one update that are answered by trying again; the next one costs a replica."""
-
-
-class Phase(Enum):
-    """What the coordinator waits for."""
-
-    GATHERING = "the first members"
-    PLANNING = "a plan"
-    PARTING = "closing of the old links"
-    LINKING = "opening of the new links"
-    IDLE = "a version that every sender offers"
-    READYING = "room for the version (is poll_requests called between inference steps?)"
-    MOVING = "end of the transfer"
-    ENDED = "nothing"
 
 
 class CoordinatorMachine:
@@ -69,51 +55,77 @@ class CoordinatorMachine:
         self, membership: Membership, *, connect_timeout_s: float, update_timeout_s: float, now_s: float
     ) -> None:
         self.members = membership
-        self.phase = Phase.GATHERING
         self.epoch = 0
         self.update: Update | None = None
-        self.delivered: int | None = None
+        self._stage = stage(Phase.GATHERING, now_s)
         self._connect_timeout_s, self._update_timeout_s = connect_timeout_s, update_timeout_s
-        self._phase_since_s = now_s
-        self._verdict_s: float | None = None
-        self._breaks: list[tuple[str, str, RlbridgeError]] = []
         self._unexplained = 0
-        self._stale = True
+        self._stale = True  # the membership is another one than the plan's
+        self._newcomers: set[str] = set()
         self._plan: Planned | None = None
-        self._waiting: set[str] = set()
-        self._offers: dict[int, set[str]] = {}
-        self._withdrawn: set[int] = set()
-        self._ledgers: dict[int, Ledger] = {}
+        self._offers = Offers()
+        self._ledgers = Ledgers(membership)
         self._now_s = now_s
+
+    @property
+    def phase(self) -> Phase:
+        """What it waits for."""
+        return self._stage.phase
 
     # --- time ------------------------------------------------------------------------------------------------------
 
     @property
     def deadline_s(self) -> float | None:
         """When ``Tick`` has something to do, if nothing else happens before."""
-        blocked = [since for ledger in self._ledgers.values() for since in ledger.blocked.values()]
-        ends = [since + self._update_timeout_s for since in blocked]
-        if self._phase_timeout_s() is not None:
-            ends.append(self._phase_since_s + (self._phase_timeout_s() or 0.0))
-        if self._verdict_s is not None:
-            ends.append(self._verdict_s)
-        return min(ends, default=None)
+        blocked = self._ledgers.longest_blocked()
+        ends = [
+            self._phase_end_s(),
+            blocked[0] + self._update_timeout_s if blocked is not None else None,
+            self._stage.verdict_s,
+        ]
+        return min((end for end in ends if end is not None), default=None)
 
-    def _phase_timeout_s(self) -> float | None:
+    def _phase_end_s(self) -> float | None:
         match self.phase:
             case Phase.GATHERING | Phase.PARTING | Phase.LINKING:
-                return self._connect_timeout_s
+                return self._stage.since_s + self._connect_timeout_s
             case Phase.READYING | Phase.MOVING:
-                return self._update_timeout_s
-            case Phase.IDLE if self._offers:
-                return self._update_timeout_s
+                return self._stage.since_s + self._update_timeout_s
+            case Phase.IDLE if self._offers.by:
+                return self._stage.since_s + self._update_timeout_s
             case _:
                 return None
 
-    def _enter(self, phase: Phase, waiting: list[str] | None = None) -> None:
-        self.phase, self._phase_since_s = phase, self._now_s
-        self._waiting = set(waiting or ())
-        self._verdict_s, self._breaks = None, []
+    def _enter(self, phase: Phase, waiting: Iterable[str] = ()) -> None:
+        self._stage = stage(phase, self._now_s, waiting)
+
+    def _on_tick(self) -> list[Instruction]:
+        if self._stage.verdict_s is not None and self._now_s >= self._stage.verdict_s:
+            return self._judge_break()
+        blocked = self._ledgers.longest_blocked()
+        if blocked is not None and self._now_s >= blocked[0] + self._update_timeout_s:
+            since_s, worker, version = blocked
+            return self._too_late([worker], f"use of version {version} (is poll_requests called?)", since_s)
+        end_s = self._phase_end_s()
+        if end_s is None or self._now_s < end_s:
+            return []
+        return self._too_late(self._missing(), self.phase.value, self._stage.since_s)
+
+    def _missing(self) -> list[str]:
+        if self.phase is Phase.GATHERING:
+            return self.members.missing()
+        if self.phase is Phase.IDLE:
+            return self._offers.missing(self.members)
+        return sorted(self._stage.waiting)
+
+    def _too_late(self, missing: list[str], what: str, since_s: float) -> list[Instruction]:
+        """Drop the receivers that are missing; a missing sender, or a missing first member, is the end."""
+        error = DeadlineExceededError(", ".join(missing), what, self._now_s - since_s)
+        joined = [self.members.joined[worker] for worker in missing if worker in self.members.joined]
+        replicas = {join.replica for join in joined if join.role == "receiver"}
+        if self.phase is Phase.GATHERING or not replicas:
+            return self._finish(error)
+        return [instruction for replica in sorted(replicas) for instruction in self._drop(replica, error)]
 
     # --- events ----------------------------------------------------------------------------------------------------
 
@@ -150,12 +162,12 @@ class CoordinatorMachine:
             case m.Supersede(old):
                 return self._on_supersede(worker, old)
             case m.Ready(epoch, version):
-                if self._answered(worker, Phase.READYING, epoch) and not self._waiting:
+                if self._answered(worker, Phase.READYING, epoch) and not self._stage.waiting:
                     return self._start()
             case m.Sent() | m.Verified():
                 return self._on_executed(worker, message)
-            case m.Unblocked(version, stall_s):
-                return self._on_unblocked(worker, version, stall_s)
+            case m.Unblocked():
+                return self._on_unblocked(worker, message)
             case m.LinkBroken(epoch, peer, error):
                 self._on_link_broken(worker, epoch, peer, error.rebuild())
             case m.Failed(error):
@@ -167,7 +179,7 @@ class CoordinatorMachine:
     def _answered(self, worker: str, phase: Phase, epoch: int) -> bool:
         if self.phase is not phase or epoch != self.epoch:
             return False
-        self._waiting.discard(worker)
+        self._stage.waiting.discard(worker)
         return True
 
     # --- membership ------------------------------------------------------------------------------------------------
@@ -180,6 +192,7 @@ class CoordinatorMachine:
                 return self._finish(error)
             return [Tell(join.worker, m.Stop(m.ErrorReport.of(error)))]
         self._stale = True
+        self._newcomers.add(join.worker)
         return []
 
     def _on_failure(self, worker: str, error: RlbridgeError) -> list[Instruction]:
@@ -193,6 +206,8 @@ class CoordinatorMachine:
         expected = self.phase is Phase.GATHERING and self.members.receivers.pop(replica, None) is not None
         if not gone and not expected:
             return []
+        if self.update is not None:
+            self.update.committed.discard(replica)
         todo: list[Instruction] = [Tell(worker, m.Stop(m.ErrorReport.of(error))) for worker in gone]
         todo.append(Publish(ReplicaLost(replica, str(error))))
         if self.phase is Phase.GATHERING:
@@ -217,17 +232,16 @@ class CoordinatorMachine:
     def _forget(self, gone: list[str]) -> list[Instruction]:
         """Go on without ``gone``, which are no members any more: land what they held up, then plan again if needed."""
         self._stale = True
-        self._waiting.difference_update(gone)
-        for ledger in self._ledgers.values():
-            for worker in gone:
-                ledger.blocked.pop(worker, None)
+        self._stage.waiting.difference_update(gone)
+        self._newcomers.difference_update(gone)
+        if self.update is not None:
+            self.update.verified.difference_update(gone)
+        self._ledgers.forget(gone)
         todo = self._land()
         linking = self.phase in (Phase.PARTING, Phase.LINKING)
         if linking or (self.update is not None and not self.update.released and self.phase is not Phase.PLANNING):
             todo += self._make_plan()
-        for version in list(self._ledgers):
-            todo += self._close_ledger(version)
-        return todo
+        return todo + [Publish(report) for report in self._ledgers.close()]
 
     # --- epochs ----------------------------------------------------------------------------------------------------
 
@@ -243,6 +257,7 @@ class CoordinatorMachine:
         self._enter(Phase.PLANNING)
         todo = self._land()
         workers = self.members.sender_names() + [w for ranks in self.members.replicas().values() for w in ranks]
+        self._newcomers.difference_update(workers)
         return [*todo, MakePlan(self.epoch, tuple(self.members.joined[worker] for worker in workers))]
 
     def _on_planned(self, plan: Planned) -> list[Instruction]:
@@ -251,7 +266,7 @@ class CoordinatorMachine:
         if self._stale:
             return self._make_plan()
         self._plan = plan
-        self._enter(Phase.PARTING, list(plan.programs))
+        self._enter(Phase.PARTING, plan.programs)
         todo: list[Instruction] = []
         for worker, program in plan.programs.items():
             talks_to = {peer for bucket in program.buckets for peer in (*bucket.send_to, bucket.recv_from) if peer}
@@ -266,10 +281,10 @@ class CoordinatorMachine:
             return []
         if isinstance(message, m.Linked) and message.plan_hash != plan.plan_hash:
             return self._finish(PlanError(f"{worker} holds plan {message.plan_hash}, not {plan.plan_hash}"))
-        if self._waiting:
+        if self._stage.waiting:
             return []
         if phase is Phase.PARTING:
-            self._enter(Phase.LINKING, list(plan.programs))
+            self._enter(Phase.LINKING, plan.programs)
             return [Tell(peer, m.OpenLinks(epoch)) for peer in plan.programs]
         self._enter(Phase.IDLE)
         todo: list[Instruction] = [Publish(PlanMade(epoch, plan.plan_hash, list(plan.programs), plan.report))]
@@ -278,21 +293,19 @@ class CoordinatorMachine:
     def _on_link_broken(self, worker: str, epoch: int, peer: str, error: RlbridgeError) -> None:
         if epoch != self.epoch or self.phase not in (Phase.LINKING, Phase.MOVING):
             return
-        self._breaks.append((worker, peer, error))
-        if self._verdict_s is None:
-            self._verdict_s = self._now_s + VERDICT_S
+        self._stage.broke(Break(worker, peer, error), self._now_s)
 
     def _judge_break(self) -> list[Instruction]:
         """Nobody died, yet a link broke: try again, and after ``MAX_BREAKS`` tries give up its receiving end."""
-        worker, peer, error = self._breaks[0]
+        first = self._stage.breaks[0]
         self._unexplained += 1
         if self._unexplained <= MAX_BREAKS:
             return self._make_plan()
-        ends = [self.members.joined[end] for end in (peer, worker) if end in self.members.joined]
+        ends = [self.members.joined[end] for end in (first.peer, first.worker) if end in self.members.joined]
         receiver = next((join for join in ends if join.role == "receiver"), None)
         if receiver is None:
-            return self._finish(error)
-        return self._drop(receiver.replica, error)
+            return self._finish(first.error)
+        return self._drop(receiver.replica, first.error)
 
     # --- updates ---------------------------------------------------------------------------------------------------
 
@@ -302,19 +315,21 @@ class CoordinatorMachine:
             return self._make_plan()
         if self.phase is not Phase.IDLE or self.update is not None:
             return []
-        senders = set(self.members.sender_names())
-        offered = [v for v, by in self._offers.items() if by >= senders and len(by) == self.members.senders]
+        offered = self._offers.complete(self.members)
+        if offered and not self.members.replicas():
+            return self._finish(WorkerError(f"no rollout replica is left to receive version {offered[0]}"))
+        if self._stale and (offered or self._has_newcomers()):
+            return self._make_plan()
         if not offered:
             return []
-        if not self.members.replicas():
-            return self._finish(WorkerError(f"no rollout replica is left to receive version {min(offered)}"))
-        if self._stale:
-            return self._make_plan()
-        version = min(offered)
-        del self._offers[version]
-        self.update = Update(version)
+        self.update = self._offers.begin(offered[0])
+        self._ledgers.of(self.update.version)
         self._unexplained = 0
         return self._announce()
+
+    def _has_newcomers(self) -> bool:
+        """Whether a whole replica waits to be planned for. Losses wait for the next version instead."""
+        return any(self._newcomers.issuperset(ranks) for ranks in self.members.replicas().values())
 
     def _announce(self) -> list[Instruction]:
         update, receivers = self.update, self._receivers()
@@ -328,39 +343,32 @@ class CoordinatorMachine:
         programs = self._plan.programs if self._plan is not None else {}
         return [w for w in programs if w in self.members.joined and self.members.joined[w].role == "receiver"]
 
-    def _ledger(self, version: int) -> Ledger:
-        return self._ledgers.setdefault(version, Ledger(version))
-
     def _on_offer(self, worker: str, version: int) -> list[Instruction]:
-        newest = self.update.version if self.update is not None else self.delivered
-        if version in self._withdrawn:
+        if version in self._offers.withdrawn:
             return []  # crossed the withdrawal, which every sender hears
-        if newest is not None and version <= newest:
+        if self._offers.began(version):
+            newest = self._offers.newest
             return self._finish(ProtocolError(f"{worker} offers version {version} after {newest}: versions only grow"))
-        if not self._offers and self.phase is Phase.IDLE:
-            self._phase_since_s = self._now_s
-        self._offers.setdefault(version, set()).add(worker)
+        if not self._offers.by and self.phase is Phase.IDLE:
+            self._enter(Phase.IDLE)  # the other ranks' time counts from here
+        self._offers.by.setdefault(version, set()).add(worker)
         return []
 
     def _on_supersede(self, worker: str, old: int) -> list[Instruction]:
-        if old in self._withdrawn:
+        if old in self._offers.withdrawn:
             return []  # another rank asked first, and every sender heard
-        newest = self.update.version if self.update is not None else self.delivered
-        if newest is not None and old <= newest:
+        if self._offers.began(old):
             return [Tell(worker, m.Kept(old))]
-        self._withdrawn.add(old)
-        self._offers.pop(old, None)
-        self._ledgers.pop(old, None)
+        self._offers.withdraw(old)
+        self._ledgers.discard(old)
         return [Tell(sender, m.Withdrawn(old)) for sender in self.members.sender_names()]
 
     def _start(self) -> list[Instruction]:
         update, plan = self.update, self._plan
         if update is None or plan is None:
             return []
-        self._enter(Phase.MOVING, list(plan.programs))
-        ledger = self._ledger(update.version)
-        ledger.started_s = self._now_s if ledger.started_s is None else ledger.started_s
-        ledger.lower_bound_s = plan.lower_bound_s
+        self._enter(Phase.MOVING, plan.programs)
+        self._ledgers.of(update.version).start(self._now_s, plan.lower_bound_s)
         return [Tell(worker, m.Start(self.epoch, update.version)) for worker in plan.programs]
 
     def _on_executed(self, worker: str, message: m.Sent | m.Verified) -> list[Instruction]:
@@ -368,7 +376,7 @@ class CoordinatorMachine:
         update = self.update
         if update is None or update.version != message.version:
             return []
-        self._ledger(update.version).count(message, self._now_s)
+        self._ledgers.of(update.version).count(message, self._now_s)
         if isinstance(message, m.Verified):
             update.verified.add(worker)
         return self._commit(update) + self._land()
@@ -379,7 +387,7 @@ class CoordinatorMachine:
             if replica in update.committed or not update.verified.issuperset(ranks):
                 continue
             update.committed.add(replica)
-            self._ledger(update.version).blocked.update(dict.fromkeys(ranks, self._now_s))
+            self._ledgers.of(update.version).blocked.update(dict.fromkeys(ranks, self._now_s))
             todo += [Tell(rank, m.Commit(update.version)) for rank in ranks]
         return todo
 
@@ -392,70 +400,21 @@ class CoordinatorMachine:
         receivers = self._receivers()
         if not update.released and receivers and update.verified.issuperset(receivers):
             update.released = True
-            self.delivered = update.version
-            self._withdrawn = {v for v in self._withdrawn if v > update.version}
             todo += [Tell(sender, m.Release(update.version)) for sender in self.members.sender_names()]
-        if update.released and not (self.phase is Phase.MOVING and self._waiting):
+        if update.released and not (self.phase is Phase.MOVING and self._stage.waiting):
             self.update = None
-            self._ledger(update.version).landed = True
+            self._ledgers.of(update.version).landed = True
             if self.phase in (Phase.MOVING, Phase.READYING):
                 self._enter(Phase.IDLE)
-            todo += self._close_ledger(update.version)
+            todo += [Publish(report) for report in self._ledgers.close()]
         return todo
 
-    def _on_unblocked(self, worker: str, version: int, stall_s: float) -> list[Instruction]:
-        if version in self._withdrawn or self._is_over(version):
+    def _on_unblocked(self, worker: str, message: m.Unblocked) -> list[Instruction]:
+        if message.version in self._offers.withdrawn:
             return []
-        ledger, join = self._ledger(version), self.members.joined[worker]
-        stalls = ledger.sender_stall_s if join.role == "sender" else ledger.receiver_stall_s
-        stalls[worker] = stall_s
-        todo: list[Instruction] = []
-        if ledger.blocked.pop(worker, None) is not None and not any(
-            self.members.joined[other].replica == join.replica for other in ledger.blocked
-        ):
-            todo.append(Publish(ReplicaAt(join.replica, version)))
-        return todo + self._close_ledger(version)
-
-    def _is_over(self, version: int) -> bool:
-        return version not in self._ledgers and self.delivered is not None and version <= self.delivered
-
-    def _close_ledger(self, version: int) -> list[Instruction]:
-        ledger = self._ledgers[version]
-        if not ledger.landed or ledger.blocked or not ledger.sender_stall_s.keys() >= set(self.members.sender_names()):
-            return []
-        del self._ledgers[version]
-        return [Publish(UpdateDone(version, ledger.stats()))]
-
-    # --- the end ---------------------------------------------------------------------------------------------------
-
-    def _on_tick(self) -> list[Instruction]:
-        if self._verdict_s is not None and self._now_s >= self._verdict_s:
-            return self._judge_break()
-        for ledger in self._ledgers.values():
-            for worker, since in ledger.blocked.items():
-                if self._now_s >= since + self._update_timeout_s:
-                    return self._too_late([worker], f"use of version {ledger.version} (poll_requests)", since)
-        timeout_s = self._phase_timeout_s()
-        if timeout_s is None or self._now_s < self._phase_since_s + timeout_s:
-            return []
-        return self._too_late(self._missing(), self.phase.value, self._phase_since_s)
-
-    def _missing(self) -> list[str]:
-        if self.phase is Phase.GATHERING:
-            return self.members.missing()
-        if self.phase is Phase.IDLE:
-            by = self._offers[min(self._offers)]
-            return [sender for sender in self.members.sender_names() if sender not in by]
-        return sorted(self._waiting)
-
-    def _too_late(self, missing: list[str], what: str, since_s: float) -> list[Instruction]:
-        """Drop the receivers that are missing; a missing sender, or a missing first member, is the end."""
-        error = DeadlineExceededError(", ".join(missing), what, self._now_s - since_s)
-        joined = [self.members.joined[worker] for worker in missing if worker in self.members.joined]
-        replicas = {join.replica for join in joined if join.role == "receiver"}
-        if self.phase is Phase.GATHERING or not replicas:
-            return self._finish(error)
-        return [instruction for replica in sorted(replicas) for instruction in self._drop(replica, error)]
+        began = self._offers.began(message.version)
+        reports = self._ledgers.unblocked(self.members.joined[worker], message, began=began)
+        return [Publish(report) for report in reports]
 
     def _finish(self, error: RlbridgeError | None) -> list[Instruction]:
         self._enter(Phase.ENDED)
