@@ -30,7 +30,8 @@ class Probed:
     """What one probe found.
 
     Attributes:
-        ids: runtime tensor to element ids, ``[M]``: 0 where nothing, zeros, or anything that is no id was loaded.
+        ids: runtime tensor to element ids, ``[M]``: 0 where nothing or zeros were loaded. What
+            is no plain copy of the checkpoint has an arbitrary id.
         first_pass: the live tensors after the first pass, to recognise constants.
     """
 
@@ -47,7 +48,6 @@ def probe(spec: CheckpointSpec, load_weights: LoadWeights, live_tensors: LiveTen
     base = digit_base(spec, probed_tensors(spec, live_tensors))
     total = count_ids(spec)
     ids: dict[str, torch.Tensor] = {}
-    strange: dict[str, torch.Tensor] = {}
     first_pass: dict[str, torch.Tensor] = {}
     scale = 1
     while scale <= total:
@@ -58,11 +58,10 @@ def probe(spec: CheckpointSpec, load_weights: LoadWeights, live_tensors: LiveTen
             if scale == 1:
                 first_pass[name] = tensor.clone()
                 ids[name] = torch.zeros(tensor.numel(), dtype=torch.int64)
-                strange[name] = torch.zeros(tensor.numel(), dtype=torch.bool)
-            _add_digits(tensor, ids[name], strange[name], scale, base)
+            _add_digits(tensor, ids[name], scale, base)
         scale *= base
-    for name, found in ids.items():
-        found[strange[name] | (found > total)] = 0
+    for found in ids.values():
+        found[found > total] = 0
     return Probed({name: found.numpy() for name, found in ids.items()}, first_pass)
 
 
@@ -105,15 +104,14 @@ def _digits(spec: CheckpointSpec, names: Iterable[str], scale: int, base: int) -
         yield name, digits.to(torch_dtype(tensor.dtype)).reshape(tensor.shape)
 
 
-def _add_digits(tensor: torch.Tensor, ids: torch.Tensor, strange: torch.Tensor, scale: int, base: int) -> None:
-    """Add one pass's digits to ``ids``; mark what is neither a digit nor untouched as ``strange``."""
+def _add_digits(tensor: torch.Tensor, ids: torch.Tensor, scale: int, base: int) -> None:
+    """Add one pass's digits to ``ids``; what is no digit adds nothing, and verification tells what it is."""
     flat = tensor.reshape(-1)
     exact = torch.float32 if tensor.element_size() <= 2 else torch.float64
     for at in range(0, flat.numel(), _CHUNK):
         part = slice(at, at + _CHUNK)
         values = flat[part].to("cpu", exact)
         digits = values.to(torch.int64)
-        # Poison is no digit, and neither is NaN, which differs from whatever integer it becomes.
+        # Poison is none, and neither is NaN, which differs from whatever integer it becomes.
         no_digit = (digits != values) | (digits < 0) | (digits >= base)
-        strange[part] |= no_digit
         ids[part] += digits.masked_fill_(no_digit, 0).mul_(scale)
