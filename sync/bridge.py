@@ -13,7 +13,7 @@ from rlbridge.sync.member import Member
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Member)
-_END_S = 5.0
+_END_S = 10.0
 """A member that was told to leave closes its links and socket; after this time it is cancelled."""
 
 
@@ -47,10 +47,11 @@ class Bridge:
         """Run a coroutine function of the member on the loop and wait for its result."""
         if self._portal is None:
             raise RuntimeError("the bridge was not started")
-        return self._portal.call(function, *args)
+        result: T = self._portal.call(function, *args)
+        return result
 
     def stop(self) -> None:
-        """End the member, which has left or failed before, and the thread if it is ours."""
+        """End the member, which has left or failed before, and the thread if it is ours. Idempotent."""
         running, self._running, self._portal = self._running, None, None
         with self._stack:
             if running is None:

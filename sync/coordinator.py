@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -31,6 +32,8 @@ from rlbridge.transport.config import TransportConfig
 from rlbridge.transport.control.channel import ControlChannel, serve
 from rlbridge.transport.errors import PlanError, ProtocolError, RlbridgeError, TransportError
 from rlbridge.transport.topology import Topology
+
+logger = logging.getLogger(__name__)
 
 Channel = ControlChannel[m.ToWorker, m.FromWorker]
 _GOODBYE_S = 2.0
@@ -120,10 +123,8 @@ class Coordinator:
     async def _hear(self, channel: Channel) -> None:
         """One worker, from its ``Join`` to its end."""
         worker = channel.peer
-        join = await channel.receive()
-        if not isinstance(join, m.Join) or join.worker != worker or worker in self._outboxes:
-            refusal = ProtocolError(f"{worker} must join first, once, and as itself; it sent {type(join).__name__}")
-            await channel.send(m.Stop(m.ErrorReport.of(refusal)))
+        join = await self._join_of(channel)
+        if join is None:
             return
         send, receive = anyio.create_memory_object_stream[m.ToWorker](math.inf)
         self._outboxes[worker] = send
@@ -137,6 +138,19 @@ class Coordinator:
         finally:
             del self._outboxes[worker]
             self._wake()
+
+    async def _join_of(self, channel: Channel) -> m.Join | None:
+        """The first message, if it is what it must be."""
+        worker = channel.peer
+        try:
+            join = await channel.receive()
+            if isinstance(join, m.Join) and join.worker == worker and worker not in self._outboxes:
+                return join
+            refusal = ProtocolError(f"{worker} must join first, once, and as itself; it sent {type(join).__name__}")
+            await channel.send(m.Stop(m.ErrorReport.of(refusal)))
+        except TransportError as error:
+            logger.warning("%s went before it joined: %s", worker, error)
+        return None
 
     async def _listen(self, worker: str, channel: Channel) -> None:
         message: m.FromWorker | None = None

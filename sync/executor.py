@@ -119,6 +119,7 @@ class Execution:
     sent_bytes: int = 0
     received_bytes: int = 0
     digests_checked: int = 0
+    _numbers: dict[str, int] = field(init=False, default_factory=dict)
 
     async def run(self) -> TransferStats:
         """Run it to its end. When it ends, also by cancellation, no buffer is in use by the transport any more.
@@ -128,6 +129,7 @@ class Execution:
             DigestMismatchError, ProtocolError: a bucket is not what its source packed.
         """
         start_s = time.monotonic()
+        self._numbers = {worker: number for number, worker in enumerate(self.program.workers)}
         try:
             async with anyio.create_task_group() as tasks:
                 for bucket in self.program.buckets:
@@ -192,7 +194,7 @@ class Execution:
         self.sent_bytes += bucket.payload_bytes
 
     def _tag(self, source: str, bucket: BucketProgram) -> int:
-        return message_tag(self.epoch, self.version, self.program.workers.index(source), bucket.bucket)
+        return message_tag(self.epoch, self.version, self._numbers[source], bucket.bucket)
 
 
 def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

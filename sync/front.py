@@ -19,7 +19,7 @@ from rlbridge.sync.layout.source_map import SourceMap
 from rlbridge.sync.layout.spec import CheckpointSpec
 from rlbridge.sync.member import JoinMaker, Member, MemberSettings
 from rlbridge.transport.config import TransportConfig
-from rlbridge.transport.errors import SyncError
+from rlbridge.transport.errors import SyncError, WorkerError
 from rlbridge.transport.protocol import Transport, TransportAddress
 
 M = TypeVar("M", bound=Member)
@@ -106,9 +106,8 @@ class Front(Generic[M]):
                 lambda: self._make(lambda address: w.join(self._place, layout, address), self._settings)
             )
             self._bridge.call(self._member.linked)
-        except BaseException:
-            self._member = None
-            self._bridge.stop()
+        except BaseException as error:
+            self.abort(error)
             raise
 
     def _discovered(self, layout: SourceMap) -> None:
@@ -141,10 +140,10 @@ class Front(Generic[M]):
     def abort(self, error: BaseException) -> None:
         """Stop now and tell everybody that this worker failed of ``error``. Idempotent."""
         member, self._member = self._member, None
-        if member is None:
-            return
+        reason = error if isinstance(error, Exception) else WorkerError(f"{self._place.name}: {type(error).__name__}")
         try:
-            self._bridge.call(member.fail, error)
+            if member is not None:
+                self._bridge.call(member.fail, reason)
         finally:
             self._bridge.stop()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -131,9 +132,10 @@ class Member:
         with self._say, self._outbox, self._do, self._todo:
             transport = s.transport_factory(s.transport, s.name)
             try:
-                async with connect(
+                dialled: AbstractAsyncContextManager[Channel] = connect(
                     s.endpoint, s.secret, name=s.name, send=m.FromWorker, receive=m.ToWorker, config=s.transport
-                ) as channel:
+                )
+                async with dialled as channel:
                     self.transmit(self._join(transport.address))
                     task_status.started()
                     await self._serve(channel, transport)
