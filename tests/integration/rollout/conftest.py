@@ -83,7 +83,7 @@ class Replica:
 
     async def exit_status(self) -> int:
         """Hear what the worker still says, to its end."""
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):  # taking down an interpreter with torch costs a CPU-second, more on a busy machine
             self.heard += [message async for message in self.inbox]
             return await self.process.wait()
 
@@ -164,7 +164,9 @@ def start_replica(tiny_model: Path) -> StartReplica:
                     transport=transport,
                 )
                 await anyio.to_thread.run_sync(sender.connect)
-                with anyio.fail_after(30):
+                with anyio.fail_after(
+                    60
+                ):  # taking down an interpreter with torch costs a CPU-second, more on a busy machine
                     await arrived.wait()
                 with inbox:
                     try:
