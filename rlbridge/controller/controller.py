@@ -29,6 +29,7 @@ import anyio
 import anyio.to_thread
 
 from rlbridge.config import JobConfig
+from rlbridge.config_rules import check_prompt_length
 from rlbridge.controller.admission import Admission, Placement
 from rlbridge.controller.buffer import Group, RolloutBuffer
 from rlbridge.controller.evaluation import EVAL_GROUP, Evaluation
@@ -108,7 +109,12 @@ class Controller:
 
     def _problem_at(self, index: int) -> tuple[Problem, list[int]]:
         problem = self.scorer.task.train_prompt(index)
-        return problem, self.scorer.encode(problem.prompt)
+        return problem, self._encode_all([problem.prompt])[0]
+
+    def _encode_all(self, prompts: list[str]) -> list[list[int]]:
+        rows = self.scorer.encode_all(prompts)
+        check_prompt_length(self.job, max(map(len, rows), default=0))
+        return rows
 
     def _notify(self) -> None:
         """Wake every loop that waits for the state to change."""
@@ -204,7 +210,8 @@ class Controller:
         with anyio.move_on_after(timeout_s):
             while len(self._replies.answers) < len(self._trainers):
                 await self._changed.wait()
-            return [self._replies.answers[name] for name in self._trainers]
+            answers = (self._replies.answers[name] for name in self._trainers)
+            return [given for given in answers if isinstance(given, answer)]
         late = ", ".join(name for name in self._trainers if name not in self._replies.answers)
         raise DeadlineExceededError(late, f"answer {answer.__name__} to {type(order).__name__}", timeout_s)
 
@@ -302,7 +309,7 @@ class Controller:
         """Greedy accuracy on the held-out set, while no update is under way."""
         self._evaluation = Evaluation.of(
             self.scorer.task.eval_problems(),
-            self.scorer.encode_all,
+            self._encode_all,
             lambda: next(self._ids),
             self.job.task.max_new_tokens,
         )

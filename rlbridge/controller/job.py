@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sys
 from pathlib import Path
 
 import anyio
@@ -79,6 +80,8 @@ async def _run(job: JobConfig, record: RunRecord) -> None:
 
 def _make_scorer(job: JobConfig, model_dir: Path) -> Scorer:
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    # A user's reward module lies where the command is run; last, so that no folder there shadows an installed package.
+    sys.path.append(str(Path.cwd()))
     vocabulary = AutoConfig.from_pretrained(model_dir).get_text_config().vocab_size
     return Scorer(make_task(job.task, job.seed), tokenizer, vocabulary, job.task.reward_timeout_s)
 
@@ -96,27 +99,36 @@ async def _launch(
     job: JobConfig, pool: WorkerPool, sync_endpoint: str, secret: bytes, model_dir: Path, run_dir: Path
 ) -> None:
     """Start every trainer rank and every rollout replica; they connect by themselves."""
-    common = {
-        "job_endpoint": pool.endpoint,
-        "sync_endpoint": sync_endpoint,
-        "secret": secret,
-        "model_dir": str(model_dir),
-        "sync": job.sync,
-        "transport": job.transport,
-        "seed": job.seed,
-        "dump_dir": str(run_dir / "weights") if job.tracking.dump_weights else None,
-    }
+    dump_dir = str(run_dir / "weights") if job.tracking.dump_weights else None
     for rank in range(job.trainer.ranks):
         trainer = TrainerSpec(
             rank=rank,
             world=job.trainer.ranks,
+            job_endpoint=pool.endpoint,
+            sync_endpoint=sync_endpoint,
+            secret=secret,
+            model_dir=str(model_dir),
             run_dir=str(run_dir),
             algorithm=job.algorithm,
             trainer=job.trainer,
+            sync=job.sync,
+            transport=job.transport,
             temperature=job.rollout.temperature,
-            **common,
+            seed=job.seed,
+            dump_dir=dump_dir,
         )
         await pool.launch(f"trainer-{rank}", msgspec.json.encode(trainer))
     for replica in range(job.rollout.replicas):
-        rollout = RolloutSpec(replica=replica, rollout=job.rollout, **common)
+        rollout = RolloutSpec(
+            replica=replica,
+            job_endpoint=pool.endpoint,
+            sync_endpoint=sync_endpoint,
+            secret=secret,
+            model_dir=str(model_dir),
+            rollout=job.rollout,
+            sync=job.sync,
+            transport=job.transport,
+            seed=job.seed,
+            dump_dir=dump_dir,
+        )
         await pool.launch(f"rollout-{replica}", msgspec.json.encode(rollout))

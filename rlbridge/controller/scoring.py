@@ -56,12 +56,8 @@ class Scorer:
     vocabulary: int
     timeout_s: float
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt; TaskError as in ``encode_all``."""
-        return self.encode_all([text])[0]
-
     def encode_all(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of prompts, much faster than one by one.
+        """Token ids of texts, much faster than one by one.
 
         Raises:
             TaskError: a text gives no token, or one that the model has no embedding for.
