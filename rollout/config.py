@@ -51,7 +51,7 @@ class TaskConfig:
     partial_credit: bool = False
     max_new_tokens: int = 6
     eval_prompts: int = 1024
-    warmup_until: float = 0.15
+    warmup_until: float = 0.3
     path: str | None = None
     reward: str | None = None
     eval_fraction: float = 0.1

@@ -62,10 +62,10 @@ class TrainerConfig:
     """
 
     ranks: int = 1
-    steps: int = 120
+    steps: int = 130
     mini_batches: int = 2
     micro_batch_rows: int | None = None
-    learning_rate: float = 1e-3
+    learning_rate: float = 6e-4
     final_lr_fraction: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.99

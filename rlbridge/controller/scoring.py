@@ -102,7 +102,8 @@ class Scorer:
 
     def _score(self, trajectories: list[Trajectory], problems: list[Problem]) -> list[ScoredTrajectory]:
         texts = self.decode(trajectories)
-        return [
-            ScoredTrajectory(trajectory, self.task.reward(problem, text), self.task.correct(problem, text))
-            for trajectory, problem, text in zip(trajectories, problems, texts, strict=True)
-        ]
+        scored = []
+        for trajectory, problem, text in zip(trajectories, problems, texts, strict=True):
+            reward = self.task.reward(problem, text)
+            scored.append(ScoredTrajectory(trajectory, reward, self.task.correct(problem, text, reward)))
+        return scored

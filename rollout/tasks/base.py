@@ -42,8 +42,8 @@ class Task(Protocol):
         """
         ...
 
-    def correct(self, problem: Problem, response: str) -> bool:
-        """Whether ``response`` counts as right in an evaluation."""
+    def correct(self, problem: Problem, response: str, reward: float) -> bool:
+        """Whether ``response``, which was worth ``reward``, counts as right in an evaluation."""
         ...
 
     def demonstration(self, problem: Problem) -> str | None:

@@ -75,12 +75,12 @@ class GeneratedTask(ABC):
     def reward(self, problem: Problem, response: str) -> float:
         """1 for the exact answer, else 0 or the share of positions that are right (of the longer of the two texts)."""
         if not self._partial_credit:
-            return float(self.correct(problem, response))
+            return float(response == problem.answer)
         answer = problem.answer or ""
         right = sum(a == b for a, b in zip(answer, response, strict=False))
         return right / max(len(answer), len(response))
 
-    def correct(self, problem: Problem, response: str) -> bool:
+    def correct(self, problem: Problem, response: str, reward: float) -> bool:
         """Whether the response is the answer, character by character."""
         return response == problem.answer
 

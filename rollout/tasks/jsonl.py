@@ -72,9 +72,9 @@ class JsonlTask:
             raise RewardError(f"{about}: it returned {_excerpt(repr(value))}, which is not a finite number")
         return float(value)
 
-    def correct(self, problem: Problem, response: str) -> bool:
+    def correct(self, problem: Problem, response: str, reward: float) -> bool:
         """Whether the reward is at least 1."""
-        return self.reward(problem, response) >= 1.0
+        return reward >= 1.0
 
     def demonstration(self, problem: Problem) -> str | None:
         """The line's ``answer``, if it has one."""

@@ -40,10 +40,10 @@ def test_answers_are_right_and_rewarded(name: str, index: int, seed: int, digits
     assert {len(part) for part in problem.prompt[:-1].split("+")} == {digits}
     assert made.demonstration(problem) == answer
     assert made.reward(problem, answer) == 1.0
-    assert made.correct(problem, answer)
+    assert made.correct(problem, answer, 1.0)
     for wrong in (answer[:-1], answer + "0", "", answer.replace(answer[0], "x")):
         assert made.reward(problem, wrong) == 0.0
-        assert not made.correct(problem, wrong)
+        assert not made.correct(problem, wrong, 0.0)
 
 
 def test_the_examples_of_the_documentation() -> None:
@@ -64,7 +64,7 @@ def test_partial_credit_is_the_share_of_right_positions() -> None:
     assert made.reward(problem, answer[:2]) == 0.5
     assert made.reward(problem, answer * 2) == 0.5
     assert made.reward(problem, "") == 0.0
-    assert not made.correct(problem, answer[:2])
+    assert not made.correct(problem, answer[:2], 0.5)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -53,8 +53,8 @@ def test_rewards_are_called_with_prompt_response_and_record(tmp_path: Path) -> N
     made = task(write(tmp_path / "data.jsonl", *records(1)))
     problem = made.train_prompt(0)
     assert made.reward(problem, "ab") == 0.5
-    assert not made.correct(problem, "ab")
-    assert made.correct(problem, "abcd")
+    assert not made.correct(problem, "ab", 0.5)
+    assert made.correct(problem, "abcd", 1.0)
     assert made.demonstration(problem) == "four"
     import user_rewards_for_jsonl  # type: ignore[import-not-found]
 
