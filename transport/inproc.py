@@ -1,8 +1,6 @@
 """The reference ``Transport`` inside one process: it copies bytes, and needs neither UCX nor sockets.
 
-It keeps the strict side of every promise that UCX keeps loosely: a send ends only when it is received, a length that
-differs is an error, an operation that is cancelled closes its link. What passes here can still race over UCX, but what
-fails here is wrong.
+It is strict where UCX is lenient: even a short send ends only when it is received. What ends a link there ends it here.
 """
 
 from __future__ import annotations
@@ -29,22 +27,29 @@ _Key = tuple[bytes, int]
 class _Operation:
     """A send or a receive that waits for its counterpart."""
 
-    def __init__(self, array: npt.NDArray[np.uint8], queue: dict[_Key, deque[_Operation]], key: _Key) -> None:
-        self.array = array
+    def __init__(
+        self,
+        owner: InprocTransport,
+        link: _Link,
+        array: npt.NDArray[np.uint8],
+        queue: dict[_Key, deque[_Operation]],
+        key: _Key,
+    ) -> None:
+        self.owner, self.link, self.array = owner, link, array
         self.error: TransportError | None = None
         self.done = anyio.Event()
-        self._queue, self._key = queue, key
+        self._queue, self.key = queue, key
 
     def enqueue(self) -> None:
-        self._queue.setdefault(self._key, deque()).append(self)
+        self._queue.setdefault(self.key, deque()).append(self)
 
     def end(self, error: TransportError | None) -> None:
         """Over: nobody touches the buffer from here on."""
-        waiting = self._queue.get(self._key, deque())
+        waiting = self._queue.get(self.key, deque())
         if self in waiting:
             waiting.remove(self)
         if not waiting:
-            self._queue.pop(self._key, None)
+            self._queue.pop(self.key, None)
         self.error = error
         self.done.set()
 
@@ -126,21 +131,19 @@ class InprocTransport:
 
     async def connect(self, peer: str, address: TransportAddress) -> None:
         """Open the link to ``peer``; see ``Transport.connect``."""
-        await anyio.lowlevel.checkpoint()
         if self._closed is not None:
             raise self._closed()
         if address.kind != _KIND or len(address.blobs) != 1:
             raise TransportError(f"{peer}: a {address.kind!r} address does not lead into this process")
         other = self._hub.find(peer, address.blobs[0])
-        if (old := self._links.pop(peer, None)) is not None:
-            old.end(lambda: TransportError(f"the link to {peer} was replaced"))
+        await self.disconnect(peer)
         self._links[peer] = _Link(other)
 
     async def send(self, peer: str, tag: int, buffer: torch.Tensor) -> None:
         """Send ``buffer`` (``uint8 [n]``) under ``tag``; see ``Transport.send``."""
         check_tag(tag)
         array, link, key = as_bytes(buffer), self._link(peer), (self.identity, tag)
-        operation = _Operation(array, link.other._arrived, key)
+        operation = _Operation(self, link, array, link.other._arrived, key)
         if key in link.other._wanted:
             _copy(operation, link.other._wanted[key][0])
         else:
@@ -152,7 +155,7 @@ class InprocTransport:
         check_tag(tag)
         array, link = as_bytes(buffer), self._link(peer)
         key = (link.other.identity, tag)
-        operation = _Operation(array, self._wanted, key)
+        operation = _Operation(self, link, array, self._wanted, key)
         if key in self._arrived:
             _copy(self._arrived[key][0], operation)
         else:
@@ -163,12 +166,12 @@ class InprocTransport:
         """Close the link to ``peer`` and tell it; see ``Transport.disconnect``."""
         await anyio.lowlevel.checkpoint()
         if (link := self._links.pop(peer, None)) is not None:
-            self._leave(link, lambda: TransportError(f"the link to {peer} was closed"))
+            self.leave(link, lambda: TransportError(f"the link to {peer} was closed on this side"))
 
     async def aclose(self) -> None:
         """Close every link and leave the hub. Idempotent."""
         if self._closed is None:
-            self._hub.remove(self, self._left)
+            self._hub.remove(self, self.left)
             self.end_all(lambda: TransportError(f"{self.name}: its transport is closed"))
 
     def end_all(self, ended: Callable[[], TransportError]) -> None:
@@ -190,19 +193,21 @@ class InprocTransport:
             await operation.done.wait()
         except anyio.get_cancelled_exc_class():
             if not operation.done.is_set():
-                self._leave(link, lambda: _cancelled(peer))
+                self.leave(link, lambda: _cancelled(peer))
             raise
         finally:
             link.operations.discard(operation)
         if operation.error is not None:
             raise operation.error
 
-    def _leave(self, link: _Link, ended: Callable[[], TransportError]) -> None:
+    def leave(self, link: _Link, ended: Callable[[], TransportError]) -> None:
+        """End one of this transport's links, and tell the other side."""
         if link.ended is None:
             link.end(ended)
-            link.other.peer_ended(self, self._left)
+            link.other.peer_ended(self, self.left)
 
-    def _left(self) -> PeerDiedError:
+    def left(self) -> PeerDiedError:
+        """What the other side of an ended link is told."""
         return PeerDiedError(f"{self.name} closed its link to this worker")
 
     def _link(self, peer: str) -> _Link:
@@ -217,16 +222,19 @@ class InprocTransport:
 
 
 def _copy(sender: _Operation, receiver: _Operation) -> None:
-    error = None
     if sender.array.size == receiver.array.size:
         receiver.array[:] = sender.array
-    else:
-        error = TransportError(f"a message of {sender.array.size} bytes met a buffer of {receiver.array.size}")
-    sender.end(None)
-    receiver.end(error)
+        sender.end(None)
+        receiver.end(None)
+        return
+    problem = (
+        f"{sender.owner.name} sends {sender.array.size} bytes under tag {sender.key[1]}, "
+        f"into a buffer of {receiver.array.size}"
+    )
+    sender.end(receiver.owner.left())
+    receiver.end(TransportError(problem))
+    receiver.owner.leave(receiver.link, lambda: TransportError(f"{problem}: the link was closed"))
 
 
 def _cancelled(peer: str) -> TransportError:
-    return TransportError(
-        f"the link to {peer} was closed, because an operation in flight on it was cancelled: connect again"
-    )
+    return TransportError(f"the link to {peer} was closed, because a call on it was cancelled: connect again")

@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
+from itertools import count
 from typing import Self
 
+import anyio
 import torch
 
 from rlbridge.transport.buffers import as_bytes, check_tag
@@ -25,6 +28,9 @@ from rlbridge.transport.ucx_link import UcxLink
 _KIND = "ucxx"
 _CHECKSUM_BYTES = 8
 
+_CLOSE_DEADLINE_S = 2.0
+"""How long closing waits for transfers under way, and for peers to be told."""
+
 
 def _seal(address: bytes) -> bytes:
     """UCX ends the process when it unpacks a damaged address, so addresses travel with a checksum."""
@@ -38,18 +44,19 @@ def _unseal(peer: str, blob: bytes) -> bytes:
     return address
 
 
+def _closed_here(peer: str) -> TransportError:
+    return TransportError(f"the link to {peer} was closed on this side")
+
+
 class UcxxTransport:
     """Two UCX workers on one event loop: one for peers of this node, one for all others.
 
-    A cancelled operation closes the link to its peer (``Transport``'s promise about buffers needs that), and the peer
-    is told; ``connect`` opens a new one. Callers agree beforehand on who connects when: a link that opens while the
-    other side still closes its old one can be ended by that side's goodbye.
-
-    Lengths are not part of the match: a message longer than its buffer raises, a shorter one fills only its part.
+    A cancelled call closes the link to its peer, who is told; then both sides ``connect`` again. A message that does
+    not fit its buffer exactly is an error of the receiver, and closes the link too.
     """
 
     def __init__(self, config: TransportConfig, name: str) -> None:
-        """Use ``open``; an instance must be closed with ``aclose``."""
+        """On the running asyncio loop. Close it with ``aclose``; ``open`` does both."""
         self._name = name
         self._links: dict[str, UcxLink] = {}
         self._closed = False
@@ -61,10 +68,8 @@ class UcxxTransport:
                 f"{name}: UCX did not start with net_devices={config.net_devices!r}: {error}; "
                 "`rlbridge doctor` lists the devices it has"
             ) from error
-        self._blobs = (
-            bytes(self._local.worker.address) if self._local is not None else b"",
-            bytes(self._remote.worker.address),
-        )
+        self._blobs = (self._local.address if self._local is not None else b"", self._remote.address)
+        self._link_numbers, self._transfer_numbers = count(1), count(1)
 
     @classmethod
     @asynccontextmanager
@@ -92,12 +97,15 @@ class UcxxTransport:
         if address.kind != _KIND or len(address.blobs) != 2:
             raise TransportError(f"{peer}: a {address.kind!r} address with {len(address.blobs)} parts is not UCX's")
         local, remote = (_unseal(peer, blob) for blob in address.blobs)
-        if (old := self._links.pop(peer, None)) is not None:
-            await old.close(lambda: TransportError(f"the link to {peer} was replaced"), goodbye=False)
+        await self.disconnect(peer)
         if self._local is not None and local and address.node == node_identity():
-            self._links[peer] = UcxLink(self._local, peer, self._blobs[0], local)
+            driver, blob = self._local, local
         else:
-            self._links[peer] = UcxLink(self._remote, peer, self._blobs[1], remote)
+            driver, blob = self._remote, remote
+        try:
+            self._links[peer] = UcxLink(driver, peer, blob, next(self._link_numbers), self._transfer_numbers)
+        except TransportError as error:
+            raise TransportError(f"{peer}: {error}") from error
 
     async def send(self, peer: str, tag: int, buffer: torch.Tensor) -> None:
         """Send ``buffer`` (``uint8 [n]``) under ``tag``; see ``Transport.send``."""
@@ -112,18 +120,20 @@ class UcxxTransport:
     async def disconnect(self, peer: str) -> None:
         """Close the link to ``peer`` and tell it; see ``Transport.disconnect``."""
         if (link := self._links.pop(peer, None)) is not None:
-            await link.close(lambda: TransportError(f"the link to {peer} was closed"), goodbye=True)
+            link.end(partial(_closed_here, peer), leave=True)
+            await link.released()
 
     async def aclose(self) -> None:
         """Close every link, telling the peers, and free both workers. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        for peer in list(self._links):
-            await self.disconnect(peer)
-        for driver in (self._local, self._remote):
-            if driver is not None:
-                driver.close()
+        with anyio.CancelScope(shield=True):
+            for peer, link in self._links.items():
+                link.end(partial(_closed_here, peer), leave=True)
+            for driver in (self._local, self._remote):
+                if driver is not None:
+                    await driver.aclose(_CLOSE_DEADLINE_S)
 
     def _link(self, peer: str) -> UcxLink:
         try:
