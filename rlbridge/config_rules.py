@@ -17,6 +17,7 @@ def _of(group: str, *names: str) -> tuple[str, ...]:
 
 
 _AT_LEAST_ONE = (
+    *_of("sync", "batches_ahead"),
     *_of("algorithm", "prompts_per_step", "group_size"),
     *_of("model", "layers", "mlp"),
     *_of("task", "digits", "max_new_tokens", "eval_prompts"),

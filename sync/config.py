@@ -68,6 +68,8 @@ class SyncConfig:
         mode: the staging mode.
         max_staleness: hard bound in policy versions; ``None`` takes 0 for ``fully_sync``, else the algorithm's default.
         at_bound: ``wait`` or ``drop``.
+        batches_ahead: under ``wait``, batches generating or waiting while the trainer trains one; at least 1.
+            1 keeps tokens as fresh as overlap allows; more keeps replicas busy through the long tail of a batch.
         on_busy: ``supersede``, ``queue`` or ``block``.
         kv_cache: ``keep``, ``recompute`` or ``abort``.
         export_dtype: dtype on the wire for floating tensors, e.g. ``bfloat16``; ``None`` keeps the checkpoint's.
@@ -76,6 +78,7 @@ class SyncConfig:
     mode: SyncMode = SyncMode.FULLY_SYNC
     max_staleness: int | None = None
     at_bound: AtBound = AtBound.WAIT
+    batches_ahead: float = 1.0
     on_busy: OnBusy = OnBusy.SUPERSEDE
     kv_cache: KvCachePolicy = KvCachePolicy.KEEP
     export_dtype: str | None = None

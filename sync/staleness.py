@@ -23,12 +23,14 @@ class StalenessPolicy:
         max_staleness: in policy versions; 0 is on-policy.
         at_bound: ``wait`` holds prompts back; ``drop`` generates on and discards what is too old.
         groups_per_step: ``B``.
+        batches_ahead: under ``wait``, batches that may be unfinished beside the one in training.
         first_version: trainer version at which group 0 trains.
     """
 
     max_staleness: int
     at_bound: AtBound
     groups_per_step: int
+    batches_ahead: float = 1.0
     first_version: int = 0
 
     def __post_init__(self) -> None:
@@ -38,6 +40,8 @@ class StalenessPolicy:
             )
         if self.groups_per_step < 1:
             raise ConfigError(f"algorithm.prompts_per_step={self.groups_per_step}: a step needs at least one prompt")
+        if self.batches_ahead < 1:
+            raise ConfigError(f"sync.batches_ahead={self.batches_ahead}: below 1 no batch would ever be complete")
 
     def may_admit(self, group: int, replica_version: int, trainer_version: int) -> bool:
         """Whether ``group`` may start on a replica that holds ``replica_version``.
@@ -50,8 +54,13 @@ class StalenessPolicy:
         return trainer_version - replica_version <= self.max_staleness
 
     def capacity(self) -> int:
-        """Most groups that may be unfinished or queued at once: under ``drop`` this, not the rule, bounds the queue."""
-        return (self.max_staleness + 2) * self.groups_per_step
+        """Most groups that may be unfinished (generating or waiting) at once.
+
+        Under ``wait`` the rule of ``may_admit`` alone would let fast replicas run ahead until every token is as old as
+        the bound allows. Under ``drop`` this is all that keeps the queue from growing.
+        """
+        batches = self.batches_ahead if self.at_bound is AtBound.WAIT else self.max_staleness + 2
+        return int(batches * self.groups_per_step)
 
     def staleness(self, trainer_version: int, oldest_version: int) -> int:
         """Staleness of a trajectory whose step begins at ``trainer_version``.

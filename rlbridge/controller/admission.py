@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from rlbridge.controller.buffer import RolloutBuffer
 from rlbridge.rollout.tasks.base import Problem
 from rlbridge.rollout.trajectory import GenerationRequest, SamplingParams
-from rlbridge.sync.config import AtBound
 
 
 def request_seed(seed: int, *coordinates: int) -> int:
@@ -93,9 +92,7 @@ class Admission:
     def _may_open_group(self) -> bool:
         if self.placement.last_group is not None and self._next_group >= self.placement.last_group:
             return False
-        if self.buffer.policy.at_bound is AtBound.DROP:
-            return self.buffer.unfinished < self.buffer.policy.capacity()
-        return True
+        return self.buffer.unfinished < self.buffer.policy.capacity()
 
     def _choose(self, group: int, trainer_version: int, ready: Mapping[int, int]) -> int | None:
         """The replica for ``group``, or None if none may take it yet."""

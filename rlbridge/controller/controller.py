@@ -71,7 +71,9 @@ class Controller:
         self.job, self.pool, self.coordinator, self.scorer, self.record = job, pool, coordinator, scorer, record
         if job.sync.max_staleness is None:
             raise ProtocolError("the job's staleness bound is not resolved")
-        policy = StalenessPolicy(job.sync.max_staleness, job.sync.at_bound, job.algorithm.prompts_per_step)
+        policy = StalenessPolicy(
+            job.sync.max_staleness, job.sync.at_bound, job.algorithm.prompts_per_step, job.sync.batches_ahead
+        )
         self.buffer = RolloutBuffer(policy)
         self.version = 0
         self.held: dict[int, int] = {}

@@ -30,8 +30,9 @@ def make(
     samples: int = 2,
     deterministic: bool = False,
     last_group: int | None = None,
+    ahead: float = 100.0,
 ) -> Admission:
-    buffer = RolloutBuffer(StalenessPolicy(bound, at_bound, groups))
+    buffer = RolloutBuffer(StalenessPolicy(bound, at_bound, groups, ahead))
     ids = itertools.count()
     return Admission(
         buffer,
@@ -95,6 +96,23 @@ def test_no_group_past_the_last() -> None:
     admission = make(bound=8, last_group=6)
     admission.add_replica(0)
     assert max(r.group for r in admission.next(0, {0: 0})[0]) == 5
+
+
+def test_no_more_than_the_batches_ahead_are_unfinished() -> None:
+    admission = make(bound=8, ahead=1.5)
+    admission.add_replica(0)
+    requests = admission.next(0, {0: 0})[0]
+    assert sorted({r.group for r in requests}) == list(range(6))
+    for request in requests:
+        admission.buffer.accept(answer(request, 0))
+    assert admission.next(0, {0: 0}) == {}, "a complete batch that waits for the trainer is still unfinished business"
+    assert admission.buffer.take_batch(0) is not None
+    assert sorted({r.group for r in admission.next(0, {0: 0})[0]}) == list(range(6, 10))
+
+
+def test_less_than_a_batch_ahead_is_refused() -> None:
+    with pytest.raises(ConfigError, match="batches_ahead"):
+        StalenessPolicy(1, AtBound.WAIT, 4, 0.5)
 
 
 def test_seeds_differ_by_every_coordinate() -> None:
@@ -187,10 +205,15 @@ def test_random_runs_keep_the_bound_and_the_books(
 
 
 @settings(max_examples=50, deadline=None)
-@given(bound=st.integers(0, 3), lose=st.booleans(), order=st.randoms(use_true_random=False))
-def test_waiting_wastes_nothing_and_never_sticks(bound: int, lose: bool, order: object) -> None:
+@given(
+    bound=st.integers(0, 3),
+    ahead=st.sampled_from([1.0, 1.5, 100.0]),
+    lose=st.booleans(),
+    order=st.randoms(use_true_random=False),
+)
+def test_waiting_wastes_nothing_and_never_sticks(bound: int, ahead: float, lose: bool, order: object) -> None:
     """Under ``wait`` every admitted trajectory is trained, in admission order, also when a replica dies."""
-    admission = make(bound, groups=2, samples=2, last_group=10)
+    admission = make(bound, groups=2, samples=2, last_group=10, ahead=ahead)
     versions = {0: 0, 1: 0}
     for replica in versions:
         admission.add_replica(replica)
