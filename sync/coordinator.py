@@ -71,6 +71,7 @@ class Coordinator:
         self._publish, self._events = anyio.create_memory_object_stream[CoordinatorEvent](math.inf)
         self._changed = anyio.Event()
         self._ended = anyio.Event()
+        self._stopped = False
         self._error: RlbridgeError | None = None
 
     async def run(self, *, task_status: TaskStatus[str] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -103,6 +104,7 @@ class Coordinator:
 
     def stop(self) -> None:
         """Let ``run`` return; workers that are left find the coordinator gone."""
+        self._stopped = True
         self._ended.set()
 
     # --- workers ---------------------------------------------------------------------------------------------------
@@ -169,11 +171,12 @@ class Coordinator:
             self._feed(c.Gone(channel.peer, str(error)))
 
     async def _say_goodbye(self) -> None:
-        if self._error is None:
+        if self._stopped:
             return
-        report = m.ErrorReport.of(self._error)
-        for outbox in self._outboxes.values():
-            outbox.send_nowait(m.Stop(report))
+        if self._error is not None:
+            report = m.ErrorReport.of(self._error)
+            for outbox in self._outboxes.values():
+                outbox.send_nowait(m.Stop(report))
         with anyio.move_on_after(_GOODBYE_S):
             while self._outboxes:
                 await self._changed.wait()

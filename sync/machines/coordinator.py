@@ -34,6 +34,7 @@ from rlbridge.transport.errors import (
     PlanError,
     ProtocolError,
     RlbridgeError,
+    SyncError,
     WorkerError,
 )
 
@@ -248,7 +249,7 @@ class CoordinatorMachine:
     def _make_plan(self) -> list[Instruction]:
         if len(self.members.sender_names()) < self.members.senders:
             self._enter(Phase.IDLE)  # a sender left in peace: there will be no more versions
-            return []
+            return self._turn_away()
         if not self.members.replicas():
             self._enter(Phase.IDLE)
             return []
@@ -259,6 +260,15 @@ class CoordinatorMachine:
         workers = self.members.sender_names() + [w for ranks in self.members.replicas().values() for w in ranks]
         self._newcomers.difference_update(workers)
         return [*todo, MakePlan(self.epoch, tuple(self.members.joined[worker] for worker in workers))]
+
+    def _turn_away(self) -> list[Instruction]:
+        """Tell newcomers that they are too late."""
+        late, self._newcomers = self._newcomers, set()
+        for worker in late:
+            self.members.joined.pop(worker, None)
+        error = m.ErrorReport.of(SyncError("the trainer has left the bridge: no more versions will come"))
+        todo: list[Instruction] = [Tell(worker, m.Stop(error)) for worker in sorted(late)]
+        return todo if self.members.joined else todo + self._finish(None)
 
     def _on_planned(self, plan: Planned) -> list[Instruction]:
         if plan.epoch != self.epoch:

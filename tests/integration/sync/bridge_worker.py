@@ -121,6 +121,8 @@ def run_sender(spec: WorkerSpec, backend: RowShard, report: dict[str, Any]) -> N
         adapter.connect()
         handles = []
         for version in range(spec.versions):
+            while spec.trick == "wait" and version == spec.versions - 1 and not Path(spec.signal).exists():
+                time.sleep(0.02)
             for name, tensor in weights_of(version).items():
                 backend.tensors[name].copy_(tensor[backend.rows[name]])
             start_s = time.monotonic()

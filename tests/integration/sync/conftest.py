@@ -46,6 +46,7 @@ class Bridge:
 
     coordinator: Coordinator
     folder: Path
+    specs: dict[str, Any] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     events: list[CoordinatorEvent] = field(default_factory=list)
     error: RlbridgeError | None = None
@@ -59,8 +60,17 @@ class Bridge:
             while not (self.folder / name).exists():
                 await anyio.sleep(0.02)
 
+    def launch(self, name: str) -> None:
+        self.processes[name] = _spawn(self.specs[name])
+
     def kill(self, name: str) -> None:
         self.processes[name].send_signal(signal.SIGKILL)
+
+    def replace(self, name: str) -> None:
+        """Bury a killed worker and start another one, without its trick, in its place."""
+        self.processes[name].communicate()
+        self.specs[name] = msgspec.structs.replace(self.specs[name], trick="")
+        self.launch(name)
 
     async def report(self, name: str) -> Any:
         """Wait for a worker's end and read its report."""
@@ -109,7 +119,7 @@ def open_bridge(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Bri
                 endpoint = await tasks.start(_host, bridge)
                 tasks.start_soon(_collect, bridge)
                 for name, role, index, world, dtype in names:
-                    spec = worker_module.WorkerSpec(
+                    bridge.specs[name] = worker_module.WorkerSpec(
                         role=role,
                         index=index,
                         world=world,
@@ -123,7 +133,7 @@ def open_bridge(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Bri
                         trick=(tricks or {}).get(name, ""),
                         signal=str(tmp_path / name),
                     )
-                    bridge.processes[name] = _spawn(spec)
+                    bridge.launch(name)
                 yield bridge
                 with anyio.fail_after(120.0):
                     await _all_ended(bridge)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import anyio
 import pytest
 
 from rlbridge.sync import PlanMade, ReplicaLost, SyncMode, UpdateDone
@@ -26,6 +27,28 @@ async def test_survivor_gets_every_version_when_a_receiver_is_killed_in_mid_tran
     assert [plan.epoch for plan in bridge.of_kind(PlanMade)][-1] >= 2
     assert [done.version for done in bridge.of_kind(UpdateDone)] == [0, 1, 2, 3]
     assert bridge.error is None
+
+
+def _planned_again(bridge, worker: str) -> bool:
+    lost_at = [at for at, event in enumerate(bridge.events) if isinstance(event, ReplicaLost)]
+    later = bridge.events[lost_at[0] :] if lost_at else []
+    return any(isinstance(event, PlanMade) and worker in event.workers for event in later)
+
+
+@pytest.mark.parametrize("mode", [SyncMode.FULLY_SYNC, SyncMode.FULLY_ASYNC])
+async def test_replacement_joins_and_gets_the_next_version(open_bridge, mode) -> None:
+    async with open_bridge(mode, senders=1, tricks={"rollout-1": "hang", "trainer-0": "wait"}) as bridge:
+        await bridge.signalled("rollout-1")
+        bridge.kill("rollout-1")
+        bridge.replace("rollout-1")
+        with anyio.fail_after(120.0):
+            while not _planned_again(bridge, "rollout-1"):
+                await anyio.sleep(0.05)
+        (bridge.folder / "trainer-0").touch()
+        reports = {name: await bridge.report(name) for name in bridge.processes}
+    assert not any(report.error or report.wrong for report in reports.values()), reports
+    assert reports["rollout-0"].versions == [0, 1, 2, 3]
+    assert reports["rollout-1"].versions == [3]
 
 
 @pytest.mark.parametrize("mode", [SyncMode.FULLY_SYNC, SyncMode.FULLY_ASYNC])

@@ -388,7 +388,9 @@ def test_a_replacement_gets_every_version_from_its_epoch_on(world, seed, death, 
     simulated.run(random.Random(seed), [(death, victim)], [(death + pause, victim)])
     check_end(simulated)
     if simulated.finished.error is None:
-        assert all(w.alive and w.stage == "left" for w in simulated.workers.values() if w.joined_late)
+        for worker in simulated.workers.values():
+            too_late = worker.error is not None and "the trainer has left" in str(worker.error)
+            assert not worker.joined_late or worker.stage == "left" or too_late
 
 
 @SETTINGS
