@@ -9,20 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rlbridge.sync import messages as m
-from rlbridge.sync.machines.coordinator_events import (
-    Event,
-    Finish,
-    Gone,
-    Heard,
-    Instruction,
-    Lose,
-    MakePlan,
-    NoPlan,
-    Planned,
-    Publish,
-    Tell,
-    Tick,
-)
+from rlbridge.sync.machines import coordinator_events as c
 from rlbridge.sync.machines.membership import Membership
 from rlbridge.sync.machines.phases import Break, Phase, stage
 from rlbridge.sync.machines.update import Ledgers, Offers, Update
@@ -63,7 +50,7 @@ class CoordinatorMachine:
         self._unexplained = 0
         self._stale = True  # the membership is another one than the plan's
         self._newcomers: set[str] = set()
-        self._plan: Planned | None = None
+        self._plan: c.Planned | None = None
         self._offers = Offers()
         self._ledgers = Ledgers(membership)
         self._now_s = now_s
@@ -79,28 +66,17 @@ class CoordinatorMachine:
     def deadline_s(self) -> float | None:
         """When ``Tick`` has something to do, if nothing else happens before."""
         blocked = self._ledgers.longest_blocked()
-        ends = [
-            self._phase_end_s(),
-            blocked[0] + self._update_timeout_s if blocked is not None else None,
-            self._stage.verdict_s,
-        ]
+        use_s = blocked[0] + self._update_timeout_s if blocked is not None else None
+        ends = (self._phase_end_s(), use_s, self._stage.verdict_s)
         return min((end for end in ends if end is not None), default=None)
 
     def _phase_end_s(self) -> float | None:
-        match self.phase:
-            case Phase.GATHERING | Phase.PARTING | Phase.LINKING:
-                return self._stage.since_s + self._connect_timeout_s
-            case Phase.READYING | Phase.MOVING:
-                return self._stage.since_s + self._update_timeout_s
-            case Phase.IDLE if self._offers.by:
-                return self._stage.since_s + self._update_timeout_s
-            case _:
-                return None
+        return self._stage.end_s(self._connect_timeout_s, self._update_timeout_s, offered=bool(self._offers.by))
 
     def _enter(self, phase: Phase, waiting: Iterable[str] = ()) -> None:
         self._stage = stage(phase, self._now_s, waiting)
 
-    def _on_tick(self) -> list[Instruction]:
+    def _on_tick(self) -> list[c.Instruction]:
         if self._stage.verdict_s is not None and self._now_s >= self._stage.verdict_s:
             return self._judge_break()
         blocked = self._ledgers.longest_blocked()
@@ -119,38 +95,37 @@ class CoordinatorMachine:
             return self._offers.missing(self.members)
         return sorted(self._stage.waiting)
 
-    def _too_late(self, missing: list[str], what: str, since_s: float) -> list[Instruction]:
+    def _too_late(self, missing: list[str], what: str, since_s: float) -> list[c.Instruction]:
         """Drop the receivers that are missing; a missing sender, or a missing first member, is the end."""
         error = DeadlineExceededError(", ".join(missing), what, self._now_s - since_s)
-        joined = [self.members.joined[worker] for worker in missing if worker in self.members.joined]
-        replicas = {join.replica for join in joined if join.role == "receiver"}
+        replicas = self.members.replicas_among(missing)
         if self.phase is Phase.GATHERING or not replicas:
             return self._finish(error)
-        return [instruction for replica in sorted(replicas) for instruction in self._drop(replica, error)]
+        return [instruction for replica in replicas for instruction in self._drop(replica, error)]
 
     # --- events ----------------------------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now_s: float) -> list[Instruction]:
+    def handle(self, event: c.Event, now_s: float) -> list[c.Instruction]:
         """Take one event that happened at ``now_s``."""
         if self.phase is Phase.ENDED:
             return []
         self._now_s = now_s
         match event:
-            case Heard(worker, message):
+            case c.Heard(worker, message):
                 todo = self._on_message(worker, message)
-            case Gone(worker, reason):
+            case c.Gone(worker, reason):
                 todo = self._on_failure(worker, PeerDiedError(f"{worker}: {reason}"))
-            case Lose(replica, reason):
+            case c.Lose(replica, reason):
                 todo = self._drop(replica, PeerDiedError(f"rollout replica {replica}: {reason}"))
-            case Planned():
+            case c.Planned():
                 todo = self._on_planned(event)
-            case NoPlan(epoch, error):
+            case c.NoPlan(epoch, error):
                 todo = self._finish(error) if epoch == self.epoch else []
-            case Tick():
+            case c.Tick():
                 todo = self._on_tick()
         return todo + self._advance()
 
-    def _on_message(self, worker: str, message: m.FromWorker) -> list[Instruction]:
+    def _on_message(self, worker: str, message: m.FromWorker) -> list[c.Instruction]:
         if isinstance(message, m.Join):
             return self._on_join(message)
         if worker not in self.members.joined:
@@ -185,32 +160,32 @@ class CoordinatorMachine:
 
     # --- membership ------------------------------------------------------------------------------------------------
 
-    def _on_join(self, join: m.Join) -> list[Instruction]:
+    def _on_join(self, join: m.Join) -> list[c.Instruction]:
         try:
             self.members.add(join)
         except (ProtocolError, LayoutError) as error:
             if self.phase is Phase.GATHERING:
                 return self._finish(error)
-            return [Tell(join.worker, m.Stop(m.ErrorReport.of(error)))]
+            return [c.Tell(join.worker, m.Stop(m.ErrorReport.of(error)))]
         self._stale = True
         self._newcomers.add(join.worker)
         return []
 
-    def _on_failure(self, worker: str, error: RlbridgeError) -> list[Instruction]:
+    def _on_failure(self, worker: str, error: RlbridgeError) -> list[c.Instruction]:
         join = self.members.joined.get(worker)
         if join is None:
             return []  # dropped before
         return self._finish(error) if join.role == "sender" else self._drop(join.replica, error)
 
-    def _drop(self, replica: int, error: RlbridgeError) -> list[Instruction]:
+    def _drop(self, replica: int, error: RlbridgeError) -> list[c.Instruction]:
         gone = self.members.remove_replica(replica)
         expected = self.phase is Phase.GATHERING and self.members.receivers.pop(replica, None) is not None
         if not gone and not expected:
             return []
         if self.update is not None:
             self.update.committed.discard(replica)
-        todo: list[Instruction] = [Tell(worker, m.Stop(m.ErrorReport.of(error))) for worker in gone]
-        todo.append(Publish(ReplicaLost(replica, str(error))))
+        todo: list[c.Instruction] = [c.Tell(worker, m.Stop(m.ErrorReport.of(error))) for worker in gone]
+        todo.append(c.Publish(ReplicaLost(replica, str(error))))
         if self.phase is Phase.GATHERING:
             return todo if self.members.receivers else todo + self._finish(error)
         if not self.members.joined:
@@ -219,7 +194,7 @@ class CoordinatorMachine:
             return todo + self._finish(error)
         return todo + self._forget(gone)
 
-    def _on_leave(self, worker: str) -> list[Instruction]:
+    def _on_leave(self, worker: str) -> list[c.Instruction]:
         join = self.members.joined.pop(worker)
         if not self.members.joined:
             return [*self._forget([worker]), *self._finish(None)]
@@ -230,7 +205,7 @@ class CoordinatorMachine:
                 return self._finish(WorkerError(f"{worker}, the last receiver, left during an update"))
         return self._forget([worker])
 
-    def _forget(self, gone: list[str]) -> list[Instruction]:
+    def _forget(self, gone: list[str]) -> list[c.Instruction]:
         """Go on without ``gone``, which are no members any more: land what they held up, then plan again if needed."""
         self._stale = True
         self._stage.waiting.difference_update(gone)
@@ -242,11 +217,11 @@ class CoordinatorMachine:
         linking = self.phase in (Phase.PARTING, Phase.LINKING)
         if linking or (self.update is not None and not self.update.released and self.phase is not Phase.PLANNING):
             todo += self._make_plan()
-        return todo + [Publish(report) for report in self._ledgers.close()]
+        return todo + [c.Publish(report) for report in self._ledgers.close()]
 
     # --- epochs ----------------------------------------------------------------------------------------------------
 
-    def _make_plan(self) -> list[Instruction]:
+    def _make_plan(self) -> list[c.Instruction]:
         if len(self.members.sender_names()) < self.members.senders:
             self._enter(Phase.IDLE)  # a sender left in peace: there will be no more versions
             return self._turn_away()
@@ -259,32 +234,30 @@ class CoordinatorMachine:
         todo = self._land()
         workers = self.members.sender_names() + [w for ranks in self.members.replicas().values() for w in ranks]
         self._newcomers.difference_update(workers)
-        return [*todo, MakePlan(self.epoch, tuple(self.members.joined[worker] for worker in workers))]
+        return [*todo, c.MakePlan(self.epoch, tuple(self.members.joined[worker] for worker in workers))]
 
-    def _turn_away(self) -> list[Instruction]:
-        """Tell newcomers that they are too late."""
+    def _turn_away(self) -> list[c.Instruction]:
+        """c.Tell newcomers that they are too late."""
         late, self._newcomers = self._newcomers, set()
         for worker in late:
             self.members.joined.pop(worker, None)
         error = m.ErrorReport.of(SyncError("the trainer has left the bridge: no more versions will come"))
-        todo: list[Instruction] = [Tell(worker, m.Stop(error)) for worker in sorted(late)]
+        todo: list[c.Instruction] = [c.Tell(worker, m.Stop(error)) for worker in sorted(late)]
         return todo if self.members.joined else todo + self._finish(None)
 
-    def _on_planned(self, plan: Planned) -> list[Instruction]:
+    def _on_planned(self, plan: c.Planned) -> list[c.Instruction]:
         if plan.epoch != self.epoch:
             return []
         if self._stale:
             return self._make_plan()
         self._plan = plan
         self._enter(Phase.PARTING, plan.programs)
-        todo: list[Instruction] = []
-        for worker, program in plan.programs.items():
-            talks_to = {peer for bucket in program.buckets for peer in (*bucket.send_to, bucket.recv_from) if peer}
-            peers = {peer: self.members.joined[peer].address for peer in sorted(talks_to)}
-            todo.append(Tell(worker, m.NewEpoch(plan.epoch, program, peers)))
-        return todo
+        return [
+            c.Tell(worker, m.NewEpoch(plan.epoch, program, self.members.addresses(program)))
+            for worker, program in plan.programs.items()
+        ]
 
-    def _on_epoch_step(self, worker: str, message: m.Parted | m.Linked, epoch: int) -> list[Instruction]:
+    def _on_epoch_step(self, worker: str, message: m.Parted | m.Linked, epoch: int) -> list[c.Instruction]:
         plan = self._plan
         phase = Phase.PARTING if isinstance(message, m.Parted) else Phase.LINKING
         if plan is None or not self._answered(worker, phase, epoch):
@@ -295,9 +268,9 @@ class CoordinatorMachine:
             return []
         if phase is Phase.PARTING:
             self._enter(Phase.LINKING, plan.programs)
-            return [Tell(peer, m.OpenLinks(epoch)) for peer in plan.programs]
+            return [c.Tell(peer, m.OpenLinks(epoch)) for peer in plan.programs]
         self._enter(Phase.IDLE)
-        todo: list[Instruction] = [Publish(PlanMade(epoch, plan.plan_hash, list(plan.programs), plan.report))]
+        todo: list[c.Instruction] = [c.Publish(PlanMade(epoch, plan.plan_hash, list(plan.programs), plan.report))]
         return todo + self._announce() if self.update is not None else todo
 
     def _on_link_broken(self, worker: str, epoch: int, peer: str, error: RlbridgeError) -> None:
@@ -305,21 +278,18 @@ class CoordinatorMachine:
             return
         self._stage.broke(Break(worker, peer, error), self._now_s)
 
-    def _judge_break(self) -> list[Instruction]:
+    def _judge_break(self) -> list[c.Instruction]:
         """Nobody died, yet a link broke: try again, and after ``MAX_BREAKS`` tries give up its receiving end."""
         first = self._stage.breaks[0]
         self._unexplained += 1
         if self._unexplained <= MAX_BREAKS:
             return self._make_plan()
-        ends = [self.members.joined[end] for end in (first.peer, first.worker) if end in self.members.joined]
-        receiver = next((join for join in ends if join.role == "receiver"), None)
-        if receiver is None:
-            return self._finish(first.error)
-        return self._drop(receiver.replica, first.error)
+        ends = self.members.replicas_among([first.peer, first.worker])
+        return self._drop(ends[0], first.error) if ends else self._finish(first.error)
 
     # --- updates ---------------------------------------------------------------------------------------------------
 
-    def _advance(self) -> list[Instruction]:
+    def _advance(self) -> list[c.Instruction]:
         """Whatever can begin now."""
         if self.phase is Phase.GATHERING and not self.members.missing():
             return self._make_plan()
@@ -341,19 +311,19 @@ class CoordinatorMachine:
         """Whether a whole replica waits to be planned for. Losses wait for the next version instead."""
         return any(self._newcomers.issuperset(ranks) for ranks in self.members.replicas().values())
 
-    def _announce(self) -> list[Instruction]:
+    def _announce(self) -> list[c.Instruction]:
         update, receivers = self.update, self._receivers()
         if update is None:
             return []
         self._enter(Phase.READYING, receivers)
-        return [Tell(worker, m.Announce(self.epoch, update.version)) for worker in receivers]
+        return [c.Tell(worker, m.Announce(self.epoch, update.version)) for worker in receivers]
 
     def _receivers(self) -> list[str]:
         """Receivers of the plan that are still members."""
         programs = self._plan.programs if self._plan is not None else {}
         return [w for w in programs if w in self.members.joined and self.members.joined[w].role == "receiver"]
 
-    def _on_offer(self, worker: str, version: int) -> list[Instruction]:
+    def _on_offer(self, worker: str, version: int) -> list[c.Instruction]:
         if version in self._offers.withdrawn:
             return []  # crossed the withdrawal, which every sender hears
         if self._offers.began(version):
@@ -364,24 +334,24 @@ class CoordinatorMachine:
         self._offers.by.setdefault(version, set()).add(worker)
         return []
 
-    def _on_supersede(self, worker: str, old: int) -> list[Instruction]:
+    def _on_supersede(self, worker: str, old: int) -> list[c.Instruction]:
         if old in self._offers.withdrawn:
             return []  # another rank asked first, and every sender heard
         if self._offers.began(old):
-            return [Tell(worker, m.Kept(old))]
+            return [c.Tell(worker, m.Kept(old))]
         self._offers.withdraw(old)
         self._ledgers.discard(old)
-        return [Tell(sender, m.Withdrawn(old)) for sender in self.members.sender_names()]
+        return [c.Tell(sender, m.Withdrawn(old)) for sender in self.members.sender_names()]
 
-    def _start(self) -> list[Instruction]:
+    def _start(self) -> list[c.Instruction]:
         update, plan = self.update, self._plan
         if update is None or plan is None:
             return []
         self._enter(Phase.MOVING, plan.programs)
         self._ledgers.of(update.version).start(self._now_s, plan.lower_bound_s)
-        return [Tell(worker, m.Start(self.epoch, update.version)) for worker in plan.programs]
+        return [c.Tell(worker, m.Start(self.epoch, update.version)) for worker in plan.programs]
 
-    def _on_executed(self, worker: str, message: m.Sent | m.Verified) -> list[Instruction]:
+    def _on_executed(self, worker: str, message: m.Sent | m.Verified) -> list[c.Instruction]:
         self._answered(worker, Phase.MOVING, message.epoch)
         update = self.update
         if update is None or update.version != message.version:
@@ -391,41 +361,40 @@ class CoordinatorMachine:
             update.verified.add(worker)
         return self._commit(update) + self._land()
 
-    def _commit(self, update: Update) -> list[Instruction]:
-        todo: list[Instruction] = []
+    def _commit(self, update: Update) -> list[c.Instruction]:
+        todo: list[c.Instruction] = []
         for replica, ranks in self.members.replicas().items():
             if replica in update.committed or not update.verified.issuperset(ranks):
                 continue
             update.committed.add(replica)
             self._ledgers.of(update.version).blocked.update(dict.fromkeys(ranks, self._now_s))
-            todo += [Tell(rank, m.Commit(update.version)) for rank in ranks]
+            todo += [c.Tell(rank, m.Commit(update.version)) for rank in ranks]
         return todo
 
-    def _land(self) -> list[Instruction]:
+    def _land(self) -> list[c.Instruction]:
         """Release the senders once every receiver of the plan holds the version; end it once no program runs."""
-        update = self.update
+        update, receivers = self.update, self._receivers()
         if update is None:
             return []
-        todo: list[Instruction] = []
-        receivers = self._receivers()
+        todo: list[c.Instruction] = []
         if not update.released and receivers and update.verified.issuperset(receivers):
             update.released = True
-            todo += [Tell(sender, m.Release(update.version)) for sender in self.members.sender_names()]
+            todo += [c.Tell(sender, m.Release(update.version)) for sender in self.members.sender_names()]
         if update.released and not (self.phase is Phase.MOVING and self._stage.waiting):
             self.update = None
             self._ledgers.of(update.version).landed = True
             if self.phase in (Phase.MOVING, Phase.READYING):
                 self._enter(Phase.IDLE)
-            todo += [Publish(report) for report in self._ledgers.close()]
+            todo += [c.Publish(report) for report in self._ledgers.close()]
         return todo
 
-    def _on_unblocked(self, worker: str, message: m.Unblocked) -> list[Instruction]:
+    def _on_unblocked(self, worker: str, message: m.Unblocked) -> list[c.Instruction]:
         if message.version in self._offers.withdrawn:
             return []
         began = self._offers.began(message.version)
         reports = self._ledgers.unblocked(self.members.joined[worker], message, began=began)
-        return [Publish(report) for report in reports]
+        return [c.Publish(report) for report in reports]
 
-    def _finish(self, error: RlbridgeError | None) -> list[Instruction]:
+    def _finish(self, error: RlbridgeError | None) -> list[c.Instruction]:
         self._enter(Phase.ENDED)
-        return [Finish(error)]
+        return [c.Finish(error)]

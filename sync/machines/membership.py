@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlbridge.sync import messages as m
+from rlbridge.sync.plan.program import Program
 from rlbridge.transport.errors import ConfigError, LayoutError, ProtocolError
+from rlbridge.transport.protocol import TransportAddress
 
 
 @dataclass(slots=True)
@@ -74,6 +76,16 @@ class Membership:
             for replica, joins in sorted(found.items())
             if len(joins) == joins[0].world
         }
+
+    def replicas_among(self, workers: list[str]) -> list[int]:
+        """The replicas that these workers belong to, in their order, each once; senders belong to none."""
+        joins = [self.joined[worker] for worker in workers if worker in self.joined]
+        return list(dict.fromkeys(join.replica for join in joins if join.role == "receiver"))
+
+    def addresses(self, program: Program) -> dict[str, TransportAddress]:
+        """Where the workers are that ``program`` talks to."""
+        peers = {peer for bucket in program.buckets for peer in (*bucket.send_to, bucket.recv_from) if peer}
+        return {peer: self.joined[peer].address for peer in sorted(peers)}
 
     def remove_replica(self, replica: int) -> list[str]:
         """Forget every rank of ``replica`` that joined; returns their names."""

@@ -51,6 +51,18 @@ class Stage:
     breaks: list[Break] = field(default_factory=list)
     verdict_s: float | None = None
 
+    def end_s(self, connect_timeout_s: float, update_timeout_s: float, *, offered: bool) -> float | None:
+        """The deadline of this stay. Idling has one only if some ranks have ``offered`` what others have not."""
+        match self.phase:
+            case Phase.GATHERING | Phase.PARTING | Phase.LINKING:
+                return self.since_s + connect_timeout_s
+            case Phase.READYING | Phase.MOVING:
+                return self.since_s + update_timeout_s
+            case Phase.IDLE if offered:
+                return self.since_s + update_timeout_s
+            case _:
+                return None
+
     def broke(self, found: Break, now_s: float) -> None:
         """Note a broken link."""
         self.breaks.append(found)
