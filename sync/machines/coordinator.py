@@ -1,7 +1,7 @@
 """The coordinator's decisions: gather, plan, link; then per update announce, start, commit, release.
 
-One rule covers every loss: drop the replica, and if anything is under way make a new epoch of those that are left and
-deliver the version again. Receivers that hold it already relay only, so nothing is applied twice.
+One rule covers every loss: drop the replica; if anything is under way, make a new epoch of those that are left and
+deliver the version again. Receivers that hold it only relay, so nothing is applied twice.
 """
 
 from __future__ import annotations
@@ -84,9 +84,8 @@ class CoordinatorMachine:
             since_s, worker, version = blocked
             return self._too_late([worker], f"use of version {version} (is poll_requests called?)", since_s)
         end_s = self._phase_end_s()
-        if end_s is None or self._now_s < end_s:
-            return []
-        return self._too_late(self._missing(), self.phase.value, self._stage.since_s)
+        late = end_s is not None and self._now_s >= end_s
+        return self._too_late(self._missing(), self.phase.value, self._stage.since_s) if late else []
 
     def _missing(self) -> list[str]:
         if self.phase is Phase.GATHERING:
@@ -99,9 +98,9 @@ class CoordinatorMachine:
         """Drop the receivers that are missing; a missing sender, or a missing first member, is the end."""
         error = DeadlineExceededError(", ".join(missing), what, self._now_s - since_s)
         replicas = self.members.replicas_among(missing)
-        if self.phase is Phase.GATHERING or not replicas:
-            return self._finish(error)
-        return [instruction for replica in replicas for instruction in self._drop(replica, error)]
+        if replicas and self.phase is not Phase.GATHERING:
+            return [instruction for replica in replicas for instruction in self._drop(replica, error)]
+        return self._finish(error)
 
     # --- events ----------------------------------------------------------------------------------------------------
 
@@ -172,10 +171,10 @@ class CoordinatorMachine:
         return []
 
     def _on_failure(self, worker: str, error: RlbridgeError) -> list[c.Instruction]:
-        join = self.members.joined.get(worker)
-        if join is None:
+        if worker not in self.members.joined:
             return []  # dropped before
-        return self._finish(error) if join.role == "sender" else self._drop(join.replica, error)
+        replicas = self.members.replicas_among([worker])
+        return self._drop(replicas[0], error) if replicas else self._finish(error)
 
     def _drop(self, replica: int, error: RlbridgeError) -> list[c.Instruction]:
         gone = self.members.remove_replica(replica)
