@@ -62,11 +62,11 @@ class TrainerConfig:
     """
 
     ranks: int = 1
-    steps: int = 130
+    steps: int = 140
     mini_batches: int = 2
     micro_batch_rows: int | None = None
-    learning_rate: float = 6e-4
-    final_lr_fraction: float = 0.1
+    learning_rate: float = 5e-4
+    final_lr_fraction: float = 0.05
     beta1: float = 0.9
     beta2: float = 0.99
     weight_decay: float = 0.0
