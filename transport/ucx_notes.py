@@ -75,8 +75,8 @@ class Note(NamedTuple):
     @classmethod
     def decode(cls, data: bytes) -> Note:
         """From bytes that ``encode`` made."""
-        kind, *numbers = _HEADER.unpack_from(data)
-        return cls(NoteKind(kind), *numbers, payload=data[_HEADER.size :])
+        kind, sender, link, number, tag, nbytes = _HEADER.unpack_from(data)
+        return cls(NoteKind(kind), sender, link, number, tag, nbytes, data[_HEADER.size :])
 
 
 def current_notes(notes: Iterable[Note], ended: int) -> tuple[list[Note], int]:

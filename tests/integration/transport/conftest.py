@@ -132,6 +132,10 @@ class ProcessDistant(Distant):
         """Stop it: alive, and deaf."""
         os.kill(self.process.pid, signal.SIGSTOP)
 
+    def go_on(self) -> None:
+        """Let it run again."""
+        os.kill(self.process.pid, signal.SIGCONT)
+
 
 class World(ABC):
     """Makes transports that can reach each other."""

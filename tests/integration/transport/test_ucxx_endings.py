@@ -124,3 +124,33 @@ async def test_an_operation_with_a_peer_that_stands_still_ends_at_its_deadline(u
         await a.recv("b", 2, torch.zeros(8, dtype=torch.uint8))
     await a.aclose()
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("direction", ["send", "recv"])
+async def test_a_peer_that_stood_still_in_mid_transfer_and_goes_on_harms_nobody(ucxx_world, direction):
+    """UCX crashes if an endpoint is closed under such a transfer; the cancelled call waits for it instead."""
+    a, b = await ucxx_world.pair_apart()
+    buffer = torch.zeros(LARGE, dtype=torch.uint8)
+    async with anyio.create_task_group() as tasks:
+        far_side = (b.recv, "a", 1, LARGE) if direction == "send" else (b.send, "a", 1, 1, LARGE)
+        tasks.start_soon(ignore_errors, *far_side)
+        await anyio.sleep(0.5)
+
+        async def stop_for_a_while() -> None:
+            await anyio.sleep(0.01)
+            b.stand_still()
+            await anyio.sleep(1)
+            b.go_on()
+
+        tasks.start_soon(stop_for_a_while)
+        with anyio.move_on_after(0.02):
+            await getattr(a, direction)("b", 1, buffer)
+        buffer.fill_(7)
+        await anyio.sleep(1.5)
+        assert (buffer == 7).all()
+    await a.connect("b", await b.address())
+    await b.connect("a", a.address)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(b.send, "a", 2, 1, 8)
+        with anyio.fail_after(5):
+            await a.recv("b", 2, torch.zeros(8, dtype=torch.uint8))
