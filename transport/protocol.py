@@ -34,6 +34,10 @@ class Transport(Protocol):
     until the call returns or raises: **also when the caller is cancelled or times out**, the call ends only once the
     transport has let go of the memory (it closes the link to that peer if it must), so that a caller may reuse a
     buffer as soon as its call is over.
+
+    A link ends for both sides: when one disconnects, cancels a call, meets a message that does not fit its buffer, or
+    dies, the other's calls raise ``PeerDiedError`` until both have connected again. Callers agree on that moment among
+    themselves: a link that one side opens while the other still closes its old one may end with it.
     """
 
     @property
