@@ -183,7 +183,7 @@ class Controller:
         timeout_s = self.job.launcher.worker_timeout_s
         with anyio.move_on_after(timeout_s):
             while True:
-                if self.buffer.policy.at_bound is AtBound.DROP and self.buffer.drop_too_old(self.version):
+                if self.buffer.drop_too_old(self.version):
                     self._notify()
                 batch = self.buffer.take_batch(self.version)
                 if batch is not None:
@@ -207,7 +207,10 @@ class Controller:
         """Give every trainer rank the same order and wait for all answers, in rank order."""
         self._replies = Replies(answer)
         for name in self._trainers:
-            await self.pool.workers[name].send(order)
+            try:
+                await self.pool.workers[name].send(order)
+            except PeerDiedError:
+                logger.info("%s is gone; why is told by its process, which the pool is watching", name)
         timeout_s = self.job.launcher.worker_timeout_s
         with anyio.move_on_after(timeout_s):
             while len(self._replies.answers) < len(self._trainers):
@@ -242,6 +245,8 @@ class Controller:
             if isinstance(event, PlanMade):
                 self.record.planned(event)
             elif isinstance(event, ReplicaAt):
+                if event.replica not in self._live_replicas:
+                    continue  # said before it was lost; nobody would issue again what it were given now
                 self.held[event.replica] = event.version
                 self._admission.add_replica(event.replica)
                 self._notify()
@@ -284,10 +289,9 @@ class Controller:
     async def _score(self) -> None:
         """Consumes finished trajectories; produces accepted ones with rewards; waits for the reward function."""
         async for trajectories in self._to_score_out:
-            scored = await self.scorer.score(trajectories, [self._problem_of(t) for t in trajectories])
-            for item in scored:
-                if not self._is_open(item.trajectory):
-                    continue
+            # Open when it was queued, but a reissued twin may have been in the queue before it.
+            wanted = [trajectory for trajectory in trajectories if self._is_open(trajectory)]
+            for item in await self.scorer.score(wanted, [self._problem_of(t) for t in wanted]):
                 if item.trajectory.group != EVAL_GROUP:
                     self.buffer.accept(item)
                 elif self._evaluation is not None:

@@ -102,9 +102,9 @@ class WorkerPool:
         self._tasks.start_soon(self._watch, worker, name=f"watch {name}")
 
     async def connected(self, deadline_s: float) -> None:
-        """Wait until every launched worker is on the job plane."""
+        """Wait until every launched worker that is still on the books is on the job plane."""
         with anyio.move_on_after(deadline_s):
-            for worker in self.workers.values():
+            for worker in list(self.workers.values()):
                 await worker.connected.wait()
             return
         missing = ", ".join(w.name for w in self.workers.values() if not w.connected.is_set())
@@ -163,23 +163,26 @@ class WorkerPool:
         Raises:
             WorkerError: a worker ended with an error although the run was over.
         """
-        for worker in self.workers.values():
+        workers = list(self.workers.values())  # one that died just before may be forgotten meanwhile
+        for worker in workers:
             worker.stopping = True
             try:
                 await worker.send(StopTrainer() if worker.name.startswith("trainer") else StopRollout())
             except PeerDiedError:
                 logger.info("%s is gone already", worker.name)
         with anyio.move_on_after(deadline_s):
-            for worker in self.workers.values():
+            for worker in workers:
                 await worker.handle.wait()
-        bad = [w for w in self.workers.values() if w.handle.returncode not in (0, None) and w.channel is not None]
+        bad = [w for w in workers if w.handle.returncode not in (0, None) and w.channel is not None]
         if bad:
             texts = "; ".join(f"{w.name}: {w.last_words or f'status {w.handle.returncode}'}" for w in bad)
             raise WorkerError(f"stopped with an error after the run was over: {texts}")
 
     def forget(self, name: str) -> None:
-        """Take a lost worker off the books."""
-        self.workers.pop(name, None)
+        """Take a lost worker off the books; nobody waits for it any more, not even to connect."""
+        worker = self.workers.pop(name, None)
+        if worker is not None:
+            worker.connected.set()
 
 
 @asynccontextmanager
