@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from rlbridge.transport.errors import ConfigError, RlbridgeError
+from rlbridge.transport.errors import ConfigError, RlbridgeError, leaves
 
 FAILED, BAD_CONFIG, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
@@ -51,20 +51,12 @@ def _report(error: BaseException) -> int:
 
 def most_telling(error: BaseException) -> BaseException:
     """Of a task group's errors: an interrupt, else the first that rlbridge raised on purpose, else the first."""
-    leaves = list(_leaves(error))
+    parts = list(leaves(error))
     for kind in (KeyboardInterrupt, RlbridgeError):
-        for leaf in leaves:
-            if isinstance(leaf, kind):
-                return leaf
-    return leaves[0]
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for part in error.exceptions:
-            yield from _leaves(part)
-    else:
-        yield error
+        for part in parts:
+            if isinstance(part, kind):
+                return part
+    return parts[0]
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from rlbridge.sync.machines.events import Treatment
 from rlbridge.sync.messages import TransferStats
 from rlbridge.sync.packing import PreparedBucket, check_header, write_header
 from rlbridge.sync.plan.program import HEADER_BYTES, BucketProgram, Program
-from rlbridge.transport.errors import TransportError
+from rlbridge.transport.errors import TransportError, leaves
 from rlbridge.transport.protocol import Transport
 
 _EPOCH_BITS, _VERSION_BITS, _SOURCE_BITS, _BUCKET_BITS = 10, 10, 16, 28
@@ -199,12 +199,5 @@ class Execution:
 
 def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error to report of several at once: a worker's own failure explains broken links, not the other way round."""
-    leaves: list[BaseException] = []
-    todo: list[BaseException] = [group]
-    while todo:
-        error = todo.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            todo = [*error.exceptions, *todo]
-        else:
-            leaves.append(error)
-    return next((error for error in leaves if not isinstance(error, LinkError)), leaves[0])
+    parts = list(leaves(group))
+    return next((error for error in parts if not isinstance(error, LinkError)), parts[0])

@@ -4,6 +4,10 @@ It lives at the bottom of the dependency arrows so that every layer can raise fr
 Each class also inherits the standard exception that a caller would reach for first.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+
 
 class RlbridgeError(Exception):
     """Base of every error that rlbridge raises on purpose. The text names the thing and the mend."""
@@ -73,3 +77,12 @@ class TrainingError(RlbridgeError, RuntimeError):
 
 class WorkerError(RlbridgeError, RuntimeError):
     """A worker process failed or died, and the run cannot go on without it."""
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """What a task group's error is made of, group by group in order; any other error is its own only leaf."""
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            yield from leaves(part)
+    else:
+        yield error
