@@ -69,8 +69,3 @@ class FrameDecoder:
             payload = bytes(memoryview(self._buffer)[_HEADER.size : end])
             del self._buffer[:end]
             yield FrameKind(kind), payload
-
-    @property
-    def mid_frame(self) -> bool:
-        """Whether the bytes so far end inside a frame."""
-        return bool(self._buffer)
