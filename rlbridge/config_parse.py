@@ -20,6 +20,9 @@ from rlbridge.transport.errors import ConfigError
 
 T = TypeVar("T")
 
+_WHOLE_LIMIT = 1 << 63
+"""Workers, torch and files hold whole numbers in 64 bits, sign included."""
+
 
 def parse_dataclass(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
     """Build ``cls``, nested dataclasses included, from ``values``; ``prefix`` leads its keys in messages.
@@ -90,6 +93,8 @@ def _parse_value(hint: Any, value: Any, key: str) -> Any:
         raise ConfigError(f"{key}={value!r}: expected {_describe(hint)}{hint_text}") from None
     if isinstance(parsed, float) and not math.isfinite(parsed):
         raise ConfigError(f"{key}={value!r}: expected a finite number")
+    if isinstance(parsed, int) and not -_WHOLE_LIMIT <= parsed < _WHOLE_LIMIT:
+        raise ConfigError(f"{key}={value!r}: expected a whole number of at most 64 bits, less than {_WHOLE_LIMIT}")
     return parsed
 
 

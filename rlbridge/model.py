@@ -6,19 +6,22 @@ tokenizer that is written into the run's folder before any worker starts. Everyt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rlbridge.transport.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 CHARACTERS = "0123456789+-*=>:, "
 """What the tiny model reads and writes: one token each."""
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
+
+T = TypeVar("T")
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
@@ -57,6 +60,42 @@ def prepare_model(config: ModelConfig, run_dir: Path, seed: int) -> Path:
     _build_tiny_model(config, directory, seed)
     character_tokenizer().save_pretrained(directory)
     return directory
+
+
+def open_tokenizer(directory: Path) -> tuple[PreTrainedTokenizerBase, int]:
+    """The tokenizer of a checkpoint and the number of tokens that its model has embeddings for.
+
+    Reads every file of the checkpoint far enough to know it is whole: here, a damaged one costs seconds and is named;
+    in a worker it would cost the start of a whole run.
+
+    Raises:
+        ConfigError: a file is damaged, or the checkpoint is no causal language model.
+    """
+    from safetensors import safe_open
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
+
+    config = _readable(directory, "config.json", lambda: AutoConfig.from_pretrained(directory))
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"model.path={directory}: config.json describes a {config.model_type!r}, which is no causal language "
+            "model; give one that AutoModelForCausalLM opens"
+        )
+    for weights in sorted(directory.glob("*.safetensors")):
+        with _readable(directory, weights.name, lambda path=weights: safe_open(path, framework="pt")):
+            pass  # opening checks the header against the length of the file
+    tokenizer = _readable(directory, "the tokenizer", lambda: AutoTokenizer.from_pretrained(directory))
+    return tokenizer, config.get_text_config().vocab_size
+
+
+def _readable(directory: Path, what: str, read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except Exception as error:  # the libraries raise almost anything on a damaged file
+        reason = str(error).splitlines()[0] if str(error) else ""
+        raise ConfigError(
+            f"model.path={directory}: {what} cannot be read ({type(error).__name__}: {reason}); copy or save the "
+            "checkpoint again"
+        ) from error
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:

@@ -10,7 +10,6 @@ from pathlib import Path
 import anyio
 import msgspec
 from anyio.abc import TaskStatus
-from transformers import AutoConfig, AutoTokenizer
 
 from rlbridge.config import JobConfig
 from rlbridge.controller.controller import Controller
@@ -19,7 +18,7 @@ from rlbridge.controller.scoring import Scorer
 from rlbridge.controller.workers import LAST_WORDS_S, WorkerPool, open_pool
 from rlbridge.exit_status import most_telling
 from rlbridge.launcher.local import LocalLauncher
-from rlbridge.model import prepare_model
+from rlbridge.model import open_tokenizer, prepare_model
 from rlbridge.rollout.tasks.registry import make_task
 from rlbridge.rollout.worker import RolloutSpec
 from rlbridge.sync.coordinator import Coordinator
@@ -79,10 +78,9 @@ async def _run(job: JobConfig, record: RunRecord) -> None:
 
 
 def _make_scorer(job: JobConfig, model_dir: Path) -> Scorer:
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer, vocabulary = open_tokenizer(model_dir)
     # A user's reward module lies where the command is run; last, so that no folder there shadows an installed package.
     sys.path.append(str(Path.cwd()))
-    vocabulary = AutoConfig.from_pretrained(model_dir).get_text_config().vocab_size
     return Scorer(make_task(job.task, job.seed), tokenizer, vocabulary, job.task.reward_timeout_s)
 
 

@@ -58,6 +58,8 @@ def test_an_unknown_key_is_named_in_full_with_the_nearest_one(key: str, nearest:
     [
         ("trainer.steps", "abc", "expected a whole number"),
         ("trainer.steps", 1.5, "expected a whole number"),
+        ("trainer.steps", 1 << 63, "at most 64 bits"),
+        ("seed", 1 << 64, "at most 64 bits"),
         ("trainer.steps", True, "expected a whole number"),
         ("trainer.steps", None, "expected a whole number"),
         ("trainer.micro_batch_rows", "x", "expected a whole number or null"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlbridge.model import CHARACTERS, ModelConfig, character_tokenizer, prepare_model
+from rlbridge.model import CHARACTERS, ModelConfig, character_tokenizer, open_tokenizer, prepare_model
 from rlbridge.transport.errors import ConfigError
 
 SMALL = ModelConfig(hidden=16, layers=1, heads=2, kv_heads=1, mlp=32)
@@ -116,3 +117,29 @@ def test_an_incomplete_checkpoint_is_refused_with_the_mend(directory: Path, tmp_
 def test_a_checkpoint_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path=.*nowhere.*no such directory"):
         prepare_model(ModelConfig(path=str(tmp_path / "nowhere")), tmp_path, seed=0)
+
+
+def test_a_whole_checkpoint_gives_its_tokenizer_and_vocabulary(directory: Path) -> None:
+    tokenizer, vocabulary = open_tokenizer(directory)
+    assert (len(tokenizer), vocabulary) == (20, 20)
+
+
+@pytest.mark.parametrize("damaged", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"\xff" * 5000, "cut"])
+def test_a_damaged_file_is_named(directory: Path, tmp_path: Path, damaged: str, content: bytes | str) -> None:
+    for file in directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    whole = (tmp_path / damaged).read_bytes()
+    (tmp_path / damaged).write_bytes(whole[: len(whole) // 2] if isinstance(content, str) else content)
+    with pytest.raises(ConfigError, match=r"model\.path=.*cannot be read") as error:
+        open_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
+    assert damaged.removesuffix(".json") in str(error.value)
+
+
+def test_a_model_that_does_not_write_text_is_refused(directory: Path, tmp_path: Path) -> None:
+    for file in directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    with pytest.raises(ConfigError, match="'vit', which is no causal language model"):
+        open_tokenizer(tmp_path)
