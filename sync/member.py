@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 import anyio
 import torch
@@ -113,7 +114,7 @@ class Member:
         self._join = join
         self._pool = BufferPool(settings.transport.staging_bytes)
         self._peers: dict[str, TransportAddress] = {}
-        self._promises: set[Promise[Any]] = set()
+        self._promises: WeakSet[Promise[Any]] = WeakSet()  # one that nobody holds needs no failing
         self._linked: Promise[None] = self.promise()
         self._heard_s = time.monotonic()
         self._activity = anyio.CancelScope()
@@ -302,7 +303,6 @@ class Member:
                 raise error
             with anyio.move_on_after(left_s):
                 await promise.event.wait()
-        self._promises.discard(promise)
         return promise.result()
 
     def _patience_s(self) -> float:
