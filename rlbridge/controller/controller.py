@@ -75,6 +75,7 @@ class Controller:
             job.sync.max_staleness, job.sync.at_bound, job.algorithm.prompts_per_step, job.sync.batches_ahead
         )
         self.buffer = RolloutBuffer(policy)
+        record.books_of(self.buffer)
         self.version = 0
         self.held: dict[int, int] = {}
         self._ids = itertools.count()
@@ -165,7 +166,7 @@ class Controller:
         for _ in range(self.job.trainer.steps):
             waited_from_s = now_s()
             batch = await self._next_batch()
-            self.record.step_began(self.version, batch, now_s() - waited_from_s, self.buffer)
+            self.record.step_began(self.version, batch, now_s() - waited_from_s)
             scored = [item for group in batch for item in group.scored]
             done = await self._order(
                 TrainStep(self.version, [item.trajectory for item in scored], [item.reward for item in scored]),

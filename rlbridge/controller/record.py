@@ -6,13 +6,13 @@ One object, one writer per run. The controller tells it what happened; it decide
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
 from rlbridge.config import JobConfig
-from rlbridge.controller.buffer import Group, RolloutBuffer
+from rlbridge.controller.buffer import Counts, Group, RolloutBuffer
 from rlbridge.controller.evaluation import Evaluation
 from rlbridge.controller.ledger import StallLedger
 from rlbridge.rollout.messages import RolloutReport
@@ -72,7 +72,7 @@ class RunRecord:
         self._training_began_s: float | None = None
         self._steps_ended = 0
         self._step: dict[str, Any] = {}
-        self._buffer: RolloutBuffer | None = None
+        self._counts, self._staleness_seen = Counts(), Counter[int]()
         self._rollout_tokens = 0
         self._closed = False
 
@@ -106,11 +106,14 @@ class RunRecord:
         self._metrics.log("eval", self._steps_ended, {"accuracy": evaluation.accuracy, "reward": evaluation.reward})
         self._progress.message(f"held-out accuracy {when} RL: {evaluation.accuracy:.3f}")
 
-    def step_began(self, version: int, batch: list[Group], waited_s: float, buffer: RolloutBuffer) -> None:
+    def books_of(self, buffer: RolloutBuffer) -> None:
+        """The run counts its trajectories in ``buffer``; the summary has them however early it ends."""
+        self._counts, self._staleness_seen = buffer.counts, buffer.staleness_seen
+
+    def step_began(self, version: int, batch: list[Group], waited_s: float) -> None:
         """A batch was taken; the trainer gets it at ``version``."""
         if self._training_began_s is None:
             self._training_began_s = now_s()
-        self._buffer = buffer
         scored = [item for group in batch for item in group.scored]
         ages = [version - item.trajectory.oldest_version for item in scored]
         for item in scored:
@@ -131,7 +134,7 @@ class RunRecord:
         if self.totals.reward_first is None:
             self.totals.reward_first = reward
         self.totals.reward_last = reward
-        counts = buffer.counts
+        counts = self._counts
         self._metrics.log(
             "rollout",
             version,
@@ -239,8 +242,7 @@ class RunRecord:
     def summary(self, exit_reason: str) -> dict[str, Any]:
         """The content of ``summary.json`` (design.md, section 6)."""
         job, totals, updates = self.job, self.totals, self._steps_ended
-        counts = self._buffer.counts if self._buffer else None
-        seen = self._buffer.staleness_seen if self._buffer else {}
+        counts, seen = self._counts, self._staleness_seen
         return {
             "recipe": job.recipe,
             "sync_mode": job.sync.mode.value,
@@ -267,11 +269,11 @@ class RunRecord:
             "staleness_seen": {str(age): seen[age] for age in sorted(seen)},
             "trained_tokens": totals.train_tokens,
             "trained_tokens_on_trainer_version": totals.train_tokens_on_version,
-            "generated": counts.generated if counts else 0,
-            "trained": counts.trained if counts else 0,
-            "dropped": counts.dropped if counts else 0,
-            "queued": counts.queued if counts else 0,
-            "lost": counts.lost if counts else 0,
+            "generated": counts.generated,
+            "trained": counts.trained,
+            "dropped": counts.dropped,
+            "queued": counts.queued,
+            "lost": counts.lost,
             "lost_replicas": totals.lost_replicas,
             "wall_s": now_s() - self._began_s,
             "tokens_per_s": self._tokens_per_s(),

@@ -48,7 +48,7 @@ def pool_of(*names: str) -> WorkerPool:
 def controller_over(pool: WorkerPool, coordinator: Any = None, scorer: Any = None) -> Controller:
     values = to_mapping(JobConfig(recipe="grpo"))
     values["sync"]["max_staleness"] = 0
-    record: Any = SimpleNamespace(folder=SimpleNamespace(logs="logs"))
+    record: Any = SimpleNamespace(folder=SimpleNamespace(logs="logs"), books_of=lambda _buffer: None)
     return Controller(job_from_mapping(values), pool, coordinator, scorer, record)
 
 
