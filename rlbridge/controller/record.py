@@ -187,6 +187,7 @@ class RunRecord:
     def updated(self, event: UpdateDone) -> None:
         """Every replica has applied a version."""
         stats = event.stats
+        self.ledger.took_part(event.version, len(stats.sender_stall_s), len(stats.receiver_stall_s))
         self.totals.digests_checked += stats.digests_checked
         self.totals.bytes_per_update = stats.bytes_total
         if event.version > 0:
@@ -233,8 +234,8 @@ class RunRecord:
         self._closed = True
         summary = self.summary(exit_reason)
         try:
-            write_trace(self.folder.path / "trace.json", self._spans)
             write_summary(self.folder.path / "summary.json", summary)
+            write_trace(self.folder.path / "trace.json", self._spans)
         finally:
             self._metrics.close(summary)
             self._progress.close(summary, self.folder)
