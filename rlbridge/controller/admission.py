@@ -67,7 +67,7 @@ class Admission:
 
     def again(self, request_id: int) -> None:
         """Issue a request once more: its sequence was given back unfinished."""
-        self._again.extend(self.buffer.lose([request_id]))
+        self._again.extend(self.buffer.abort(request_id))
 
     def remove_replica(self, replica: int) -> int:
         """A replica is gone; what it held will be issued again. Returns how many requests were lost with it."""

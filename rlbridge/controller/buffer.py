@@ -51,13 +51,15 @@ class Group:
 
 @dataclass(slots=True)
 class Counts:
-    """The run's books, in trajectories."""
+    """The run's books, in trajectories. ``lost`` (with a worker) and ``aborted`` (given back at an update) are requests
+    that were never accepted, and were issued again: they are outside the identity."""
 
     generated: int = 0
     trained: int = 0
     dropped: int = 0
     queued: int = 0
     lost: int = 0
+    aborted: int = 0
 
     def check(self) -> None:
         """Raise SyncError unless generated = trained + dropped + queued."""
@@ -109,9 +111,19 @@ class RolloutBuffer:
 
     def lose(self, request_ids: list[int]) -> list[GenerationRequest]:
         """Requests that went with a worker: counted as lost, and given back in admission order to be issued again."""
-        lost = [self._groups[self._group_of[i]].waiting[i] for i in request_ids if i in self._group_of]
+        lost = self._open(request_ids)
         self.counts.lost += len(lost)
-        return sorted(lost, key=lambda request: (request.group, request.sample))
+        return lost
+
+    def abort(self, request_id: int) -> list[GenerationRequest]:
+        """A request whose sequence was given back unfinished, to be issued again; none if it is not open any more."""
+        aborted = self._open([request_id])
+        self.counts.aborted += len(aborted)
+        return aborted
+
+    def _open(self, request_ids: list[int]) -> list[GenerationRequest]:
+        found = [self._groups[self._group_of[i]].waiting[i] for i in request_ids if i in self._group_of]
+        return sorted(found, key=lambda request: (request.group, request.sample))
 
     def drop_too_old(self, trainer_version: int) -> int:
         """Discard complete groups over the bound (``at_bound=drop``); returns how many trajectories went.

@@ -280,10 +280,12 @@ class Controller:
             self._admission.answered(trajectory.replica, trajectory.request_id)
             if not self._is_open(trajectory):
                 continue
-            if trajectory.finish_reason == "abort":
-                self._admission.again(trajectory.request_id)
-            else:
+            if trajectory.finish_reason != "abort":
                 wanted.append(trajectory)
+            elif trajectory.group != EVAL_GROUP:
+                self._admission.again(trajectory.request_id)
+            elif self._evaluation is not None:
+                self._evaluation.again(trajectory.request_id)
         if wanted:
             self._to_score_in.send_nowait(wanted)
 

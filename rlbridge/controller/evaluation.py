@@ -66,6 +66,10 @@ class Evaluation:
         if not self.requests:
             self.done.set()
 
+    def again(self, request_id: int) -> None:
+        """The sequence was given back unfinished: the next ``deal`` hands its request out once more."""
+        self._placed.pop(request_id, None)
+
     def deal(self, replicas: list[int]) -> dict[int, list[GenerationRequest]]:
         """The open requests that no live replica holds, dealt out evenly over ``replicas``."""
         homeless = [request for i, request in self.requests.items() if self._placed.get(i) not in replicas]

@@ -147,6 +147,7 @@ class RunRecord:
                 "dropped": counts.dropped,
                 "queued": counts.queued,
                 "lost": counts.lost,
+                "aborted": counts.aborted,
             },
         )
         self._metrics.log("staleness", version, {"mean": fmean(ages), "max": max(ages), "min": min(ages)})
@@ -275,6 +276,7 @@ class RunRecord:
             "dropped": counts.dropped,
             "queued": counts.queued,
             "lost": counts.lost,
+            "aborted": counts.aborted,
             "lost_replicas": totals.lost_replicas,
             "wall_s": now_s() - self._began_s,
             "tokens_per_s": self._tokens_per_s(),

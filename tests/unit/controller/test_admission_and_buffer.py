@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rlbridge.controller.admission import Admission, Placement, request_seed
 from rlbridge.controller.buffer import RolloutBuffer, ScoredTrajectory
+from rlbridge.controller.evaluation import Evaluation
 from rlbridge.rollout.tasks.base import Problem
 from rlbridge.rollout.trajectory import GenerationRequest, SamplingParams, Trajectory, VersionSpan
 from rlbridge.sync.config import AtBound
@@ -129,6 +130,27 @@ def test_a_trajectory_from_the_future_is_an_error() -> None:
 def test_nonsense_bounds_are_refused(bound: int, groups: int) -> None:
     with pytest.raises(ConfigError):
         StalenessPolicy(bound, AtBound.WAIT, groups)
+
+
+def test_a_sequence_given_back_is_issued_again_and_is_no_loss() -> None:
+    admission = make(bound=0)
+    admission.add_replica(0)
+    first = admission.next(0, {0: 0})[0][0]
+    admission.answered(0, first.request_id)
+    admission.again(first.request_id)
+    assert admission.next(0, {0: 0}) == {0: [first]}
+    assert (admission.buffer.counts.aborted, admission.buffer.counts.lost) == (1, 0)
+
+
+def test_an_evaluation_request_given_back_is_dealt_again() -> None:
+    problems = [Problem(prompt="a"), Problem(prompt="b")]
+    ids = itertools.count()
+    evaluation = Evaluation.of(problems, lambda texts: [[1] for _ in texts], lambda: next(ids), 4)
+    dealt = evaluation.deal([0, 1])
+    assert evaluation.deal([0, 1]) == {}
+    evaluation.again(dealt[1][0].request_id)
+    assert evaluation.deal([0, 1]) == {0: dealt[1]}
+    assert evaluation.deal([1]) == {1: [*dealt[0], *dealt[1]]}, "replica 0 is gone"
 
 
 def test_an_answer_nobody_asked_for_is_refused() -> None:
