@@ -66,7 +66,7 @@ class JsonlTask:
         about = f"reward {self._reward_name} on prompt {_excerpt(problem.prompt)}, response {_excerpt(response)}"
         try:
             value = self._reward(prompt=problem.prompt, response=response, record=problem.record)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a function that exits must not end the run without a word
             raise RewardError(f"{about}: it raised {type(error).__name__}: {error}") from error
         if not isinstance(value, Real) or not math.isfinite(value):
             raise RewardError(f"{about}: it returned {_excerpt(repr(value))}, which is not a finite number")
@@ -108,7 +108,7 @@ def import_reward(name: str) -> Reward:
         raise ConfigError(f"task.reward={name} is malformed; write package.module:function")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without a __main__ guard exits when imported
         raise ConfigError(
             f"task.reward={name}: importing {module_name} failed with {type(error).__name__}: {error}; "
             "install it or put its folder on PYTHONPATH"
@@ -123,14 +123,21 @@ def import_reward(name: str) -> Reward:
 def _read_line(line: str, where: str) -> Problem:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise TaskError(f"{where}: not valid JSON ({error}); write one object a line") from error
     if not isinstance(record, dict):
         raise TaskError(f'{where}: a {type(record).__name__}, not an object; write {{"prompt": ...}}')
     prompt, answer = record.get("prompt"), record.get("answer")
     if not isinstance(prompt, str) or not prompt:
         raise TaskError(f'{where}: needs a field "prompt" with text; its fields are {sorted(record)}')
+    if not _is_unicode(prompt) or (isinstance(answer, str) and not _is_unicode(answer)):
+        raise TaskError(f"{where}: holds half of a surrogate pair (an escape \\ud800 to \\udfff), which is no text")
     return Problem(prompt, answer if isinstance(answer, str) else None, record)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether ``text`` can be encoded: JSON escapes can name lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _held_out_prompts(prompts: set[str], fraction: float) -> set[str]:

@@ -21,6 +21,8 @@ def length(*, prompt, response, record):
     return len(response) / record["wanted"]
 def broken(*, prompt, response, record):
     raise KeyError("wanted")
+def leaves(*, prompt, response, record):
+    raise SystemExit(3)
 def returns_record(*, prompt, response, record):
     return record["value"] if "value" in record else None
 number = 3
@@ -30,6 +32,7 @@ number = 3
 @pytest.fixture(autouse=True)
 def _rewards_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "user_rewards_for_jsonl.py").write_text(REWARDS)
+    (tmp_path / "script_that_exits.py").write_text("import sys; sys.exit(0)")
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
@@ -99,6 +102,9 @@ def test_unicode_line_separators_do_not_end_a_line(tmp_path: Path) -> None:
         ),
         ([{"prompt": ""}], "line 1: needs a field"),
         ([{"prompt": 3}], "line 1: needs a field"),
+        (["[" * 100_000], "line 1: not valid JSON"),
+        ([{"prompt": "x"}, {"prompt": "\ud800"}], "line 2: holds half of a surrogate pair"),
+        ([{"prompt": "x", "answer": "\udfff"}], "line 1: holds half of a surrogate pair"),
         ([""], "holds no prompts"),
     ],
 )
@@ -125,6 +131,7 @@ def test_a_file_too_small_to_hold_anything_out_is_refused(tmp_path: Path) -> Non
     [
         ("no colon", "malformed; write package.module:function"),
         ("no_such_module_here:f", "importing no_such_module_here failed with ModuleNotFoundError.* PYTHONPATH"),
+        ("script_that_exits:f", "importing script_that_exits failed with SystemExit: 0"),
         ("user_rewards_for_jsonl:absent", "user_rewards_for_jsonl has no 'absent'"),
         ("user_rewards_for_jsonl:number", "is a int, not a function"),
     ],
@@ -151,6 +158,12 @@ def test_a_reward_that_raises_is_reported_with_its_prompt_and_cause(tmp_path: Pa
     ) as caught:
         made.reward(made.train_prompt(0), "hello")
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_reward_that_exits_is_reported_like_one_that_raises(tmp_path: Path) -> None:
+    made = task(write(tmp_path / "data.jsonl", *records(1)), "leaves")
+    with pytest.raises(RewardError, match="it raised SystemExit: 3"):
+        made.reward(made.train_prompt(0), "hello")
 
 
 @pytest.mark.parametrize(
