@@ -10,13 +10,21 @@ sends it.
 
 from __future__ import annotations
 
-from rlbridge.controller.job import run_job
+from rlbridge.config import JobConfig
 from rlbridge.recipe_main import recipe_main
+
+
+def run(job: JobConfig) -> int:
+    """Run one job; returns its exit status."""
+    # Here, because it loads torch: help, completion and a refused setting should not take seconds.
+    from rlbridge.controller.job import run_job
+
+    return run_job(job)
 
 
 def main() -> None:
     """Compose the configuration from the command line and run the job."""
-    recipe_main("ppo", run_job)
+    recipe_main("ppo", run)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ async def test_versions_reach_the_bridge_as_they_are_trained(start_ranks, tiny_m
         for answer in started:
             assert isinstance(answer, Started)
             assert answer.warmup_steps == 30
-            assert answer.metrics["train/warmup_accuracy"] == answer.warmup_accuracy > 0.05
+            assert answer.metrics["train/warmup_accuracy"] == answer.warmup_accuracy > 0.001
         for version in (0, 1):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(ranks.received, version + 1)
