@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -81,7 +82,7 @@ def open_tokenizer(directory: Path) -> tuple[PreTrainedTokenizerBase, int]:
             "model; give one that AutoModelForCausalLM opens"
         )
     for weights in sorted(directory.glob("*.safetensors")):
-        with _readable(directory, weights.name, lambda path=weights: safe_open(path, framework="pt")):
+        with _readable(directory, weights.name, partial(safe_open, weights, framework="pt")):
             pass  # opening checks the header against the length of the file
     tokenizer = _readable(directory, "the tokenizer", lambda: AutoTokenizer.from_pretrained(directory))
     return tokenizer, config.get_text_config().vocab_size
