@@ -66,6 +66,7 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         model_dir: local Hugging Face checkpoint. run_dir: the run's folder.
         temperature: of the sampler.
         dump_dir: folder to keep the weights of every version in, or ``None``.
+        collective_timeout_s: deadline of every collective of the ranks; covers rank 0 writing a checkpoint.
     """
 
     rank: int
@@ -82,6 +83,7 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     temperature: float
     seed: int
     dump_dir: str | None = None
+    collective_timeout_s: float = 600.0
 
     @property
     def rendezvous(self) -> Path:
@@ -102,7 +104,7 @@ def run_trainer(spec: TrainerSpec) -> None:
     torch.set_num_threads(spec.trainer.threads)
     with start_blocking_portal("asyncio") as portal, _job_channel(portal, spec) as job:
         try:
-            with process_group(spec.rank, spec.world, spec.rendezvous, spec.transport.connect_timeout_s):
+            with process_group(spec.rank, spec.world, spec.rendezvous, spec.collective_timeout_s):
                 policy = load_policy(Path(spec.model_dir), with_values=spec.algorithm.name == "ppo")
                 timeline = Timeline()
                 with _bridge(portal, spec, policy, timeline) as bridge:

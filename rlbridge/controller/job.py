@@ -114,6 +114,7 @@ async def _launch(
             temperature=job.rollout.temperature,
             seed=job.seed,
             dump_dir=dump_dir,
+            collective_timeout_s=job.launcher.worker_timeout_s,
         )
         await pool.launch(f"trainer-{rank}", msgspec.json.encode(trainer))
     for replica in range(job.rollout.replicas):
