@@ -14,7 +14,8 @@ run: $(INSTALLED)
 	@$(BIN)/rlbridge run $(RECIPE) $(ARGS)
 
 test: $(INSTALLED)
-	@OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit tests/integration tests/system $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto tests/unit $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest tests/integration tests/system $(ARGS)
 
 acceptance: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest tests/acceptance $(ARGS)

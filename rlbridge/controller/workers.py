@@ -50,6 +50,7 @@ class Worker:
     connected: anyio.Event = field(default_factory=anyio.Event)
     read_out: anyio.Event = field(default_factory=anyio.Event)
     last_words: str | None = None
+    seen_off: bool = False
     stopping: bool = False
 
     async def send(self, message: ToWorker) -> None:
@@ -142,6 +143,7 @@ class WorkerPool:
             await worker.handle.wait()
         if patience.cancelled_caught:
             worker.last_words = worker.last_words or reason
+            worker.seen_off = True
             worker.handle.kill()
 
     async def _watch(self, worker: Worker) -> None:
@@ -153,6 +155,8 @@ class WorkerPool:
         if worker.stopping:
             return
         how = f"killed by signal {-status}" if status < 0 else f"exited with status {status}"
+        if worker.seen_off:
+            how = "failed"  # the signal was the pool's own: the cause is what the worker said, or its silence
         detail = worker.last_words or worker.handle.tail_of_log(5)
         reason = f"{worker.name} {how}" + (f": {detail}" if detail else "")
         await self._send.send((worker.name, WorkerGone(reason)))

@@ -21,9 +21,11 @@ SMALL = [
     "algorithm.group_size=4",
     "task.eval_prompts=16",
     "task.warmup_until=0",
+    "rollout.replicas=1",
     "tracking.wandb=disabled",
 ]
-"""A whole job in a few steps: what is tested is that everything is in place, not that it learns."""
+"""A whole job in a few steps: what is tested is that everything is in place, not that it learns. A process costs seconds
+of imports, so a test asks for a second replica only where it matters."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def left_over(folder: Path) -> list[str]:
 
 def children(job: Job) -> list[int]:
     """Process ids of the workers of a running job."""
-    return [job.worker_pid(name) for name in ("trainer-0", "rollout-0", "rollout-1")]
+    return [job.worker_pid(name) for name in ("trainer-0", "rollout-0")]
 
 
 def check_gone(pids: list[int], within_s: float = 5.0) -> None:
@@ -69,7 +69,7 @@ def test_sigterm_ends_everything(start: Start) -> None:
 def test_ctrl_c_while_workers_start(start: Start) -> None:
     job = start("grpo", *LONG)
     job.wait_for_log("trainer-0", timeout_s=60)
-    pids = children(job) if (job.folder / "logs" / "rollout-1.log").exists() else []
+    pids = children(job) if (job.folder / "logs" / "rollout-0.log").exists() else []
     job.interrupt()
     run = job.finish(30)
     assert run.status == 130, run.output
@@ -88,7 +88,7 @@ def test_a_killed_controller_leaves_no_orphans(start: Start) -> None:
 @pytest.mark.parametrize("mode", ["fully_sync", "fully_async"])
 def test_one_dead_rollout_worker_is_survived(start: Start, mode: str) -> None:
     """Case 18: the run goes on with the others; what was lost is issued again and counted."""
-    job = start("grpo", f"sync={mode}", "trainer.steps=40")
+    job = start("grpo", f"sync={mode}", "trainer.steps=40", "rollout.replicas=2")
     job.wait_for_metric("train", 3)
     os.kill(job.worker_pid("rollout-0"), signal.SIGKILL)
     run = job.finish()
@@ -102,8 +102,7 @@ def test_one_dead_rollout_worker_is_survived(start: Start, mode: str) -> None:
 def test_without_any_rollout_worker_the_run_ends_with_that_error(start: Start) -> None:
     job = start("grpo", *LONG)
     job.wait_for_metric("train", 2)
-    for worker in ("rollout-0", "rollout-1"):
-        os.kill(job.worker_pid(worker), signal.SIGKILL)
+    os.kill(job.worker_pid("rollout-0"), signal.SIGKILL)
     run = job.finish(60)
     assert run.status == 1, run.output
     assert "rollout" in run.output.splitlines()[-1]
@@ -123,7 +122,9 @@ def test_a_dead_trainer_ends_the_run(start: Start) -> None:
 
 def test_a_hanging_rollout_worker_is_noticed(start: Start) -> None:
     """A stopped process says nothing; its silence is noticed after ``dead_after_s`` and the run goes on."""
-    job = start("grpo", "trainer.steps=30", "transport.dead_after_s=3", "transport.heartbeat_s=0.5")
+    job = start(
+        "grpo", "rollout.replicas=2", "trainer.steps=30", "transport.dead_after_s=3", "transport.heartbeat_s=0.5"
+    )
     job.wait_for_metric("train", 2)
     pid = job.worker_pid("rollout-1")
     os.kill(pid, signal.SIGSTOP)
