@@ -24,8 +24,8 @@ SMALL = [
     "rollout.replicas=1",
     "tracking.wandb=disabled",
 ]
-"""A whole job in a few steps: what is tested is that everything is in place, not that it learns. A process costs seconds
-of imports, so a test asks for a second replica only where it matters."""
+"""A whole job in a few steps: what is tested is that everything is in place, not that it learns. A process costs
+seconds of imports, so a test asks for a second replica only where it matters."""
 
 
 @dataclass(frozen=True)
