@@ -11,7 +11,7 @@ from rich.text import Text
 from rlbridge.tracking.run_folder import RunFolder
 
 LEARNED_BY = 0.05
-"""Least rise of held-out accuracy (or of the reward, without evaluation) that is called learning."""
+"""Least rise that is called learning: of held-out accuracy, or of the sampled reward while accuracy did not fall."""
 
 
 def final_table(summary: Mapping[str, Any], folder: RunFolder) -> Table:
@@ -27,14 +27,20 @@ def final_table(summary: Mapping[str, Any], folder: RunFolder) -> Table:
 
 def verdict(summary: Mapping[str, Any]) -> str:
     """Whether the run learned, in one word and the numbers behind it."""
+    reward = _gain(summary["reward_first"], summary["reward_last"])
     before, after = summary.get("eval_accuracy_before"), summary["eval_accuracy"]
-    what = "held-out accuracy"
-    if before is None or after is None:
-        before, after, what = summary["reward_first"], summary["reward_last"], "reward"
-    if before is None or after is None:
-        return "unknown: the run ended too early"
-    answer = "yes" if after - before >= LEARNED_BY else "no"
-    return f"{answer}: {what} {before:.3f} → {after:.3f}"
+    accuracy = _gain(before, after)
+    if accuracy is not None:
+        learned = accuracy >= LEARNED_BY or (accuracy >= 0 and (reward or 0.0) >= LEARNED_BY)
+        return f"{'yes' if learned else 'no'}: held-out accuracy {before:.3f} → {after:.3f}"
+    if reward is not None:
+        first, last = summary["reward_first"], summary["reward_last"]
+        return f"{'yes' if reward >= LEARNED_BY else 'no'}: reward {first:.3f} → {last:.3f}"
+    return "unknown: the run ended too early"
+
+
+def _gain(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else after - before
 
 
 def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

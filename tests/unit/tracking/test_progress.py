@@ -130,7 +130,8 @@ def test_a_run_that_ended_at_once_still_has_a_table() -> None:
     ("change", "answer"),
     [
         ({}, "yes: held-out"),
-        ({"eval_accuracy": 0.42}, "no: held-out"),
+        ({"eval_accuracy": 0.42}, "yes: held-out"),
+        ({"eval_accuracy": 0.42, "reward_last": 0.16}, "no: held-out"),
         ({"eval_accuracy": 0.1}, "no: held-out"),
         ({"eval_accuracy_before": None}, "yes: reward"),
         ({"eval_accuracy": None, "reward_last": None}, "unknown"),
