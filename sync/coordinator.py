@@ -93,7 +93,7 @@ class Coordinator:
             raise self._error
 
     async def events(self) -> AsyncIterator[CoordinatorEvent]:
-        """What happens, until ``run`` ends. One consumer."""
+        """What happens, until ``run`` ends. One consumer; what happens after it left is dropped."""
         with self._events:
             async for event in self._events:
                 yield event
@@ -191,11 +191,18 @@ class Coordinator:
                 case c.MakePlan():
                     self._plans.send_nowait(instruction)
                 case c.Publish(report):
-                    self._publish.send_nowait(report)
+                    self._tell_host(report)
                 case c.Finish(error):
                     self._error = error
                     self._ended.set()
         self._wake()
+
+    def _tell_host(self, report: CoordinatorEvent) -> None:
+        try:
+            self._publish.send_nowait(report)
+        except anyio.BrokenResourceError:
+            # The host has what it wanted and left; the workers' goodbyes are still to be heard.
+            logger.debug("nobody follows events() any more: %s", report)
 
     def _wake(self) -> None:
         self._changed.set()

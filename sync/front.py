@@ -125,17 +125,20 @@ class Front(Generic[M]):
         """Finish what is under way, say goodbye, stop the bridge. Idempotent.
 
         Raises:
-            RlbridgeError: what was under way could not be finished.
+            RlbridgeError: what was under way could not be finished, or the bridge had failed before.
         """
         member, self._member = self._member, None
         if member is None:
             return
+        failure = member.error  # as of now: after the goodbye the coordinator may well be the first to go
         try:
-            if member.error is None:
+            if failure is None:
                 self._flush(member)
                 self._bridge.call(member.leave)
         finally:
             self._bridge.stop()
+        if failure is not None:
+            raise failure
 
     def abort(self, error: BaseException) -> None:
         """Stop now and tell everybody that this worker failed of ``error``. Idempotent."""

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 
 from rlbridge.sync import messages as m
 from rlbridge.sync.machines import coordinator_events as c
+from rlbridge.sync.machines.blame import to_blame
 from rlbridge.sync.machines.membership import Membership
-from rlbridge.sync.machines.phases import Break, Phase, stage
+from rlbridge.sync.machines.phases import MAX_BREAKS, Break, Phase, stage
 from rlbridge.sync.machines.update import Ledgers, Offers, Update
 from rlbridge.sync.reports import PlanMade, ReplicaLost
 from rlbridge.transport.errors import (
@@ -24,9 +25,6 @@ from rlbridge.transport.errors import (
     SyncError,
     WorkerError,
 )
-
-MAX_BREAKS = 2
-"""Unexplained breaks of one update that are answered by trying again; the next one costs a replica."""
 
 
 class CoordinatorMachine:
@@ -92,6 +90,8 @@ class CoordinatorMachine:
             return self.members.missing()
         if self.phase is Phase.IDLE:
             return self._offers.missing(self.members)
+        if self.phase is Phase.MOVING and self._plan is not None:
+            return to_blame(self._stage.waiting, self._plan.programs, set(self.members.sender_names()))
         return sorted(self._stage.waiting)
 
     def _too_late(self, missing: list[str], what: str, since_s: float) -> list[c.Instruction]:
@@ -188,23 +188,23 @@ class CoordinatorMachine:
         if self.phase is Phase.GATHERING:
             return todo if self.members.receivers else todo + self._finish(error)
         if not self.members.joined:
-            return todo + self._forget(gone) + self._finish(None)
+            return todo + self._forget(gone, lost=True) + self._finish(None)
         if not self.members.replicas() and self.members.sender_names():
             return todo + self._finish(error)
-        return todo + self._forget(gone)
+        return todo + self._forget(gone, lost=True)
 
     def _on_leave(self, worker: str) -> list[c.Instruction]:
         join = self.members.joined.pop(worker)
         if not self.members.joined:
-            return [*self._forget([worker]), *self._finish(None)]
+            return [*self._forget([worker], lost=False), *self._finish(None)]
         if self.update is not None and not self.update.released:
             if join.role == "sender":
                 return self._finish(WorkerError(f"{worker} left while version {self.update.version} was under way"))
             if not self.members.replicas():
                 return self._finish(WorkerError(f"{worker}, the last receiver, left during an update"))
-        return self._forget([worker])
+        return self._forget([worker], lost=False)
 
-    def _forget(self, gone: list[str]) -> list[c.Instruction]:
+    def _forget(self, gone: list[str], *, lost: bool) -> list[c.Instruction]:
         """Go on without ``gone``, which are no members any more: land what they held up, then plan again if needed."""
         self._stale = True
         self._stage.waiting.difference_update(gone)
@@ -213,30 +213,29 @@ class CoordinatorMachine:
             self.update.verified.difference_update(gone)
         self._ledgers.forget(gone)
         todo = self._land()
-        linking = self.phase in (Phase.PARTING, Phase.LINKING)
-        if linking or (self.update is not None and not self.update.released and self.phase is not Phase.PLANNING):
+        update = self.update  # even if it is released, its programs run, and may wait for who is lost
+        torn = update is not None and (lost or not update.released or bool(self._stage.breaks))
+        if self.phase in (Phase.PARTING, Phase.LINKING) or (torn and self.phase is not Phase.PLANNING):
             todo += self._make_plan()
         return todo + [c.Publish(report) for report in self._ledgers.close()]
 
     # --- epochs ----------------------------------------------------------------------------------------------------
 
     def _make_plan(self) -> list[c.Instruction]:
-        if len(self.members.sender_names()) < self.members.senders:
-            self._enter(Phase.IDLE)  # a sender left in peace: there will be no more versions
-            return self._turn_away()
-        if not self.members.replicas():
-            self._enter(Phase.IDLE)
-            return []
+        over = len(self.members.sender_names()) < self.members.senders  # one left in peace: no more versions will come
+        possible = not over and bool(self.members.replicas())
+        self._enter(Phase.PLANNING if possible else Phase.IDLE)
+        todo = self._land()  # nothing runs any more
+        if not possible:
+            return todo + self._turn_away() if over else todo
         self._stale = False
         self.epoch += 1
-        self._enter(Phase.PLANNING)
-        todo = self._land()
         workers = self.members.sender_names() + [w for ranks in self.members.replicas().values() for w in ranks]
         self._newcomers.difference_update(workers)
         return [*todo, c.MakePlan(self.epoch, tuple(self.members.joined[worker] for worker in workers))]
 
     def _turn_away(self) -> list[c.Instruction]:
-        """c.Tell newcomers that they are too late."""
+        """Tell newcomers that they are too late."""
         late, self._newcomers = self._newcomers, set()
         for worker in late:
             self.members.joined.pop(worker, None)
@@ -278,10 +277,11 @@ class CoordinatorMachine:
         self._stage.broke(Break(worker, peer, error), self._now_s)
 
     def _judge_break(self) -> list[c.Instruction]:
-        """Nobody died, yet a link broke: try again, and after ``MAX_BREAKS`` tries give up its receiving end."""
+        """Nobody died, yet a link broke: try again; after ``MAX_BREAKS`` tries in vain give up its receiving end."""
         first = self._stage.breaks[0]
-        self._unexplained += 1
-        if self._unexplained <= MAX_BREAKS:
+        delivered = self.update is not None and self.update.released
+        self._unexplained += not delivered
+        if delivered or self._unexplained <= MAX_BREAKS:
             return self._make_plan()
         ends = self.members.replicas_among([first.peer, first.worker])
         return self._drop(ends[0], first.error) if ends else self._finish(first.error)

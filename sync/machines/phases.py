@@ -8,6 +8,8 @@ from enum import Enum
 
 from rlbridge.transport.errors import RlbridgeError
 
+MAX_BREAKS = 2
+"""Unexplained breaks of one update that are answered by trying again; the next one costs a replica."""
 VERDICT_S = 1.0
 """After a link broke: seconds in which a death may explain it, before the same members try again."""
 

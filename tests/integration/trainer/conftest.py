@@ -138,7 +138,7 @@ def start_ranks(tiny_model: Path, tmp_path: Path) -> StartRanks:
                     yield Ranks(processes, [channels[f"trainer-{rank}"] for rank in range(world)], receiver, weights)
                 finally:
                     with anyio.CancelScope(shield=True):
-                        await anyio.to_thread.run_sync(receiver.close)
+                        await anyio.to_thread.run_sync(hang_up, receiver)
             over.set()
             coordinator.stop()
             tasks.cancel_scope.cancel()
@@ -174,3 +174,11 @@ async def _process(spec: TrainerSpec) -> AsyncIterator[Process]:
         finally:
             if process.returncode is None:
                 process.kill()
+
+
+def hang_up(receiver: ReceiverAdapter) -> None:
+    """Close it. A bridge that lost its trainer says so; here that is the test's wish."""
+    try:
+        receiver.close()
+    except RlbridgeError as error:
+        logger.info("the bridge had ended: %s", error)

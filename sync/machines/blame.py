@@ -1,0 +1,44 @@
+"""Who is to blame when a transfer is late. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+from rlbridge.sync.plan.program import Program
+
+
+def to_blame(late: Set[str], programs: Mapping[str, Program], senders: Set[str]) -> list[str]:
+    """The workers that hold up the others, of those that are ``late``.
+
+    A receiver that still waits for a late forwarder is not to blame. So blamed are the receivers that everybody has
+    sent to who should have; if there are none, a late sender may itself be held up by one of its receivers, and the
+    first receiver of each chain is blamed. Receivers that forward to each other form a ring without a first one; of a
+    ring one is blamed, the one that forwards most to others that are late: nobody but all of them could be cleared.
+
+    Returns:
+        Receivers; only senders, and all of them, if no receiver is late.
+    """
+    receivers = late - senders
+    sources = {w: {b.recv_from for b in programs[w].buckets if b.recv_from in late} for w in receivers}
+    held_up_by_none = sorted(w for w, froms in sources.items() if not froms)
+    if held_up_by_none or not receivers:
+        return held_up_by_none or sorted(late)
+    reached = {worker: _upstream(worker, sources) & receivers for worker in receivers}
+    firsts = {frozenset({w} | up) for w, up in reached.items() if all(w in reached[other] for other in up)}
+    return sorted(min(ring, key=lambda w: (-_forwards(programs[w], late), w)) for ring in firsts)
+
+
+def _upstream(worker: str, sources: Mapping[str, Set[str | None]]) -> set[str]:
+    """Everybody from whom something reaches ``worker``, over any number of hops."""
+    found: set[str] = set()
+    todo = [worker]
+    while todo:
+        new = {source for source in sources.get(todo.pop(), ()) if source is not None} - found
+        found |= new
+        todo += new
+    return found
+
+
+def _forwards(program: Program, late: Set[str]) -> int:
+    """Bucket copies that the worker forwards to workers that are late."""
+    return sum(b.recv_from is not None and peer in late for b in program.buckets for peer in b.send_to)
