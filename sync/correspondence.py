@@ -72,7 +72,7 @@ def correspond(
 
     Raises:
         LayoutError: a receiver has elements that no sender holds, or a floating tensor that no checkpoint tensor
-            fills; the text lists them.
+            fills or enters; a sender holds a tensor in another kind of numbers than it travels in; the text lists them.
         PlanError: a worker is on both sides.
     """
     both = sorted(set(senders) & set(receivers))
@@ -85,6 +85,7 @@ def correspond(
     needed = {worker: layout.boxes for worker, layout in receivers.items()}
     _check_names(spec, {**held, **needed})
     _check_filled(receivers)
+    _check_kinds(senders, wire)
     atoms = _atoms(spec, held, needed, wire)
     _check_held(atoms, needed)
     return Correspondence(atoms, dict(senders), dict(receivers))
@@ -131,7 +132,7 @@ def _check_names(spec: CheckpointSpec, boxes: Mapping[str, list[Box]]) -> None:
 def _check_filled(receivers: Mapping[str, SourceMap]) -> None:
     empty: set[str] = set()
     for worker, layout in receivers.items():
-        filled = {box.runtime for box in layout.boxes}
+        filled = {box.runtime for box in layout.boxes} | {part.runtime for part in layout.opaque}
         empty |= {
             f"{worker}: {name} {list(tensor.shape)} {tensor.dtype}"
             for name, tensor in layout.runtime.items()
@@ -142,6 +143,22 @@ def _check_filled(receivers: Mapping[str, SourceMap]) -> None:
             "no checkpoint tensor fills these tensors of the receivers, so an update would leave them stale:"
             + _listing(empty)
             + "\nLeave them out of the live tensors if they are not weights, or fix the loader."
+        )
+
+
+def _check_kinds(senders: Mapping[str, SourceMap], wire: Mapping[str, str]) -> None:
+    """Packing casts to the wire dtype; between integers and floating numbers that would change values silently."""
+    other = {
+        f"{worker}: {box.runtime} is {layout.runtime[box.runtime].dtype}, {box.tensor} travels as {wire[box.tensor]}"
+        for worker, layout in senders.items()
+        for box in [*layout.boxes, *layout.aliases]
+        if is_floating(layout.runtime[box.runtime].dtype) != is_floating(wire[box.tensor])
+    }
+    if other:
+        raise LayoutError(
+            "senders hold tensors in another kind of numbers than the checkpoint's:"
+            + _listing(other)
+            + "\nGive the trainer a checkpoint in its own format, or keep these tensors in the checkpoint's."
         )
 
 
