@@ -14,6 +14,8 @@ from torch import Tensor
 from rlbridge.trainer.batch import Batch
 from rlbridge.trainer.config import AlgorithmConfig
 from rlbridge.trainer.losses import (
+    PolicyLoss,
+    TokenStatistics,
     approximate_kl,
     clipped_policy_loss,
     clipped_value_loss,
@@ -88,6 +90,21 @@ def objective(
         )
         loss = loss + algorithm.value_coef * masked_mean(value_loss, mask, mini_batch_tokens)
         statistics.add_mean("value_loss", value_loss, mask)
+    _log_tokens(statistics, current, policy, old, weights, batch, targets)
+    return loss
+
+
+def _log_tokens(
+    statistics: Statistics,
+    current: TokenStatistics,
+    policy: PolicyLoss,
+    old: Tensor,
+    weights: Tensor,
+    batch: Batch,
+    targets: Targets,
+) -> None:
+    """What is logged of the trained tokens and of the rows that teach nothing."""
+    mask = batch.mask
     for name, tokens in (
         ("entropy", current.entropy),
         ("clip_fraction", policy.clipped.float()),
@@ -103,4 +120,3 @@ def objective(
     statistics.add_max("is_weight_max", weights, mask)
     silent = (torch.where(mask, targets.advantages, 0.0) == 0).all(dim=1)
     statistics.add_mean("zero_advantage_fraction", silent.float(), mask.any(dim=1))
-    return loss
