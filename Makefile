@@ -15,7 +15,7 @@ run: $(INSTALLED)
 
 test: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto tests/unit $(ARGS)
-	@OMP_NUM_THREADS=1 $(BIN)/pytest tests/integration tests/system $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/integration tests/system $(ARGS)
 
 acceptance: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest tests/acceptance $(ARGS)

@@ -34,7 +34,7 @@ from rlbridge.transport.errors import RlbridgeError
 logger = logging.getLogger(__name__)
 
 SECRET = bytes(range(32))
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @dataclass
@@ -82,7 +82,9 @@ def start_ranks(tiny_model: Path, tmp_path: Path) -> StartRanks:
     @asynccontextmanager
     async def start(world: int, algorithm: AlgorithmConfig, sync: SyncConfig | None = None) -> AsyncIterator[Ranks]:
         sync = sync or SyncConfig()
-        transport = TransportConfig(dead_after_s=5.0, heartbeat_s=0.5, update_timeout_s=30.0, connect_timeout_s=90.0)
+        transport = TransportConfig(
+            dead_after_s=5.0, heartbeat_s=0.5, update_timeout_s=60.0, connect_timeout_s=PATIENCE_S
+        )
         coordinator = Coordinator(secret=SECRET, senders=world, receivers={0: 1}, sync=sync, transport=transport)
         channels: dict[str, ControlChannel[ToTrainer, FromTrainer]] = {}
         over = anyio.Event()
