@@ -18,12 +18,27 @@ import torch
 from anyio.from_thread import BlockingPortal
 
 from rlbridge.sync.config import SyncConfig
+from rlbridge.sync.correspondence import export_dtypes
 from rlbridge.sync.front import Front, Place, Weights, ucxx_transport
 from rlbridge.sync.layout.live import LiveTensors
 from rlbridge.sync.layout.probe import LoadWeights
 from rlbridge.sync.layout.source_map import SourceMap
 from rlbridge.sync.layout.spec import CheckpointSpec
 from rlbridge.sync.member import Binding, MemberSettings, Promise, Tensors, TransportFactory
+from rlbridge.sync.opaque import (
+    EXPORT,
+    WHOLE,
+    AfterLoad,
+    Export,
+    Exports,
+    Loading,
+    check_budget,
+    check_live,
+    inputs_of,
+    refuse_without_export,
+    with_virtual,
+)
+from rlbridge.sync.plan.program import HEADER_BYTES
 from rlbridge.sync.receiver import Receiver
 from rlbridge.sync.sender import Sender
 from rlbridge.sync.stall import Timeline, now_s
@@ -33,6 +48,11 @@ from rlbridge.transport.errors import LayoutError
 
 def _no_news() -> None:
     """Default of ``on_news``: the caller polls."""
+
+
+def _no_export(name: str) -> torch.Tensor:
+    """Default of ``export``; never called, since nothing is to be exported."""
+    raise LayoutError(f"no export was given for {name!r}")
 
 
 class SendHandle:
@@ -73,6 +93,11 @@ class SenderAdapter(Front[Sender]):
         spec: the checkpoint's names, shapes, dtypes: the coordinates of the transfer.
         load_weights: the backend's own loader of (name, tensor) pairs; shows the layout, is not used to send.
         live_tensors: returns the live runtime tensors by name.
+        export: for a backend whose loader computes (``1 + x``, quantisation): called with the name of a checkpoint
+            tensor that such elements are computed from, it returns that tensor whole, as the checkpoint would store
+            it. Called on the main thread inside ``send_weights``, on all ranks for the same names in the same order,
+            so it may communicate. A floating tensor may have any floating dtype; it is cast once, to the wire dtype.
+            Without sender staging the tensor must stay as it is until the version is out: no reused buffer.
         sync, transport: settings; equal on all workers.
         timeline: where spans go.
         portal: an open bridge thread to share; ``None`` starts one.
@@ -91,6 +116,7 @@ class SenderAdapter(Front[Sender]):
         live_tensors: LiveTensors,
         sync: SyncConfig,
         transport: TransportConfig,
+        export: Export | None = None,
         timeline: Timeline | None = None,
         portal: BlockingPortal | None = None,
         transport_factory: TransportFactory = ucxx_transport,
@@ -107,13 +133,31 @@ class SenderAdapter(Front[Sender]):
         )
         weights = Weights(spec, load_weights, live_tensors)
         super().__init__(place, weights, settings, portal, lambda join, s: Sender(join, s, sync))
-        self._staging = sync.mode.sender_staging
+        self._staging, self._wire = sync.mode.sender_staging, export_dtypes(spec, sync.export_dtype)
+        self._export = export
+        self._exports = Exports({}, (), _no_export)
+        self._exported: set[str] = set()
         self._sent: list[str] = []
         self._snapshots: dict[int, dict[str, torch.Tensor]] = {}
 
-    def _discovered(self, layout: SourceMap) -> None:
+    def _announced(self, layout: SourceMap) -> SourceMap:
         # Whatever any plan may ask of this rank: a plan after a loss may ask for other tensors than the first.
         self._sent = sorted({box.runtime for box in [*layout.boxes, *layout.aliases]})
+        if layout.opaque and self._export is None:
+            raise refuse_without_export(layout)
+        self._exported = layout.opaque_inputs
+        return with_virtual(layout, EXPORT, inputs_of(self._weights.spec, self._exported, self._wire))
+
+    def _linked(self, member: Sender) -> None:
+        if not member.exports:
+            return
+        if self._export is None:
+            raise LayoutError(
+                f"other trainer ranks export {', '.join(member.exports[:20])}, which all ranks must do together; "
+                f"give export to every rank, {self._place.name} has none"
+            )
+        inputs = inputs_of(self._weights.spec, member.exports, self._wire)
+        self._exports = Exports(inputs, self._exported, self._export)
 
     def send_weights(self, version: int) -> SendHandle:
         """Publish the live weights as ``version``. Blocks for the snapshot (sender staging) or the whole transfer.
@@ -136,19 +180,22 @@ class SenderAdapter(Front[Sender]):
         return SendHandle(version, fate, lambda timeout_s: self._bridge.call(sender.settled, version, fate, timeout_s))
 
     def _hold(self, version: int, slot: int) -> Tensors:
-        """What ``slot`` sends: the live tensors themselves, or a copy of them."""
+        """What ``slot`` sends: the live and exported tensors themselves, or a copy of them."""
         live = self._weights.live_tensors()
         missing = [name for name in self._sent if name not in live]
         if missing:
             raise LayoutError(f"live tensors vanished since connect(): {', '.join(missing[:20])}")
         tensors = {name: live[name].detach() for name in self._sent}
         if not self._staging:
-            return tensors
+            return tensors | dict(self._exports.take(version))
         with self.timeline.span("weights/snapshot", version), torch.no_grad():
             if slot not in self._snapshots:
                 self._snapshots[slot] = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-            torch._foreach_copy_(list(self._snapshots[slot].values()), list(tensors.values()))
-        return self._snapshots[slot]
+            snapshot = self._snapshots[slot]
+            torch._foreach_copy_([snapshot[name] for name in tensors], list(tensors.values()))
+            for name, tensor in self._exports.take(version):
+                self._exports.copy(tensor, name, snapshot)
+        return snapshot
 
     def _flush(self, member: Sender) -> None:
         self._bridge.call(member.flushed)
@@ -161,8 +208,15 @@ class ReceiverAdapter(Front[Receiver]):
     ranks take it at the same decoding step is up to the caller's own lockstep for now.
 
     Args:
-        coordinator, secret, spec, load_weights, live_tensors, sync, transport, timeline, portal, transport_factory:
+        coordinator, secret, spec, live_tensors, sync, transport, timeline, portal, transport_factory:
             as for ``SenderAdapter``.
+        load_weights: the backend's own loader of (name, tensor) pairs. Shows the layout; elements that it copies are
+            written without it from then on. If it computes others (``1 + x``, quantisation with scales), it is run
+            again for each version, on the whole checkpoint tensors that those depend on, in the checkpoint's order.
+        after_load: the engine's post-processing (kernel layouts, derived tables); called after each version, on the
+            main thread. Tensors that it makes are no live tensors, and it must leave shapes and dtypes of the live ones
+            alone: the layout is discovered *before* post-processing. A backend that replaces its tensors there has to
+            undo and do that within ``load_weights`` instead; then it is discovered *after* it, as one loader.
         replica: which rollout replica this is; rank, world: which of its ranks.
         on_news: called from the bridge thread when ``poll_requests`` would do something, so that an idle engine can
             sleep; must be quick and must not call the adapter.
@@ -181,6 +235,7 @@ class ReceiverAdapter(Front[Receiver]):
         transport: TransportConfig,
         rank: int = 0,
         world: int = 1,
+        after_load: AfterLoad | None = None,
         timeline: Timeline | None = None,
         portal: BlockingPortal | None = None,
         transport_factory: TransportFactory = ucxx_transport,
@@ -197,10 +252,26 @@ class ReceiverAdapter(Front[Receiver]):
             on_news=on_news if on_news is not None else _no_news,
         )
         weights = Weights(spec, load_weights, live_tensors)
-        super().__init__(place, weights, settings, portal, lambda join, s: Receiver(join, s, sync))
+        super().__init__(
+            place, weights, settings, portal, lambda join, s: Receiver(join, s, sync, self._reserved_bytes)
+        )
         self._staging = sync.mode.receiver_staging
+        self._wire = export_dtypes(spec, sync.export_dtype)
+        self._after_load = after_load
+        self._layout = SourceMap({}, [])
+        self._loading = Loading({}, load_weights, after_load)
+        self._reserved_bytes = 0
         self._binding = Binding()
         self.version: int | None = None
+
+    def _announced(self, layout: SourceMap) -> SourceMap:
+        inputs = inputs_of(self._weights.spec, layout.opaque_inputs, self._wire)
+        if not self._staging:
+            transport = self._settings.transport
+            bucket_bytes = HEADER_BYTES + transport.bucket_bytes
+            self._reserved_bytes = check_budget(inputs, bucket_bytes, transport.staging_bytes)
+        self._layout, self._loading = layout, Loading(inputs, self._weights.load_weights, self._after_load)
+        return with_virtual(layout, WHOLE, inputs)
 
     @property
     def has_news(self) -> bool:
@@ -215,6 +286,7 @@ class ReceiverAdapter(Front[Receiver]):
 
         Raises:
             RlbridgeError: the bridge failed. If weights were being written, they are torn: do not compute with them.
+            WorkerError: the backend's own ``load_weights`` or ``after_load`` raised; likewise.
         """
         member = self._member
         if member is not None and not member.news:
@@ -223,7 +295,11 @@ class ReceiverAdapter(Front[Receiver]):
         if receiver.error is not None:
             raise receiver.error
         start_s = now_s()
-        version = self._apply(receiver) if self._staging else self._stand_still(receiver)
+        try:
+            version = self._apply(receiver) if self._staging else self._stand_still(receiver)
+        except Exception as error:
+            self._bridge.call(receiver.fail, error)
+            raise
         end_s = now_s()
         self.timeline.add("stall/rollout", start_s, end_s, version)
         self._bridge.call(receiver.unblocked, version, end_s - start_s)
@@ -231,17 +307,25 @@ class ReceiverAdapter(Front[Receiver]):
         return version
 
     def _stand_still(self, receiver: Receiver) -> int:
-        return self._bridge.call(receiver.quiesce, self._weights.live_tensors())
+        """Let the bridge write the live weights; then compute what it cannot copy."""
+        tensors = {**self._live(), **self._loading.buffers()}
+        version = self._bridge.call(receiver.quiesce, tensors)
+        with self.timeline.span("weights/load", version):
+            self._loading.finish(version, self._loading.arrived)
+        return version
 
     def _apply(self, receiver: Receiver) -> int:
+        """Write what is staged, and compute what is no copy."""
         staged = receiver.take_committed()
-        try:
-            with self.timeline.span("weights/apply", staged.version):
-                staged.apply(self._binding, self._weights.live_tensors())
-        except Exception as error:
-            self._bridge.call(receiver.fail, error)
-            raise
+        with self.timeline.span("weights/apply", staged.version):
+            staged.apply(self._binding, self._live())
+            self._loading.finish(staged.version, staged.wholes(self._loading.inputs).tensor)
         return staged.version
+
+    def _live(self) -> Tensors:
+        live = self._weights.live_tensors()
+        check_live(self._layout, live)
+        return live
 
 
 __all__ = ["ReceiverAdapter", "SendHandle", "SenderAdapter"]

@@ -17,12 +17,14 @@ from collections.abc import AsyncIterator, Mapping
 from typing import cast
 
 import anyio
+import msgspec
 from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from rlbridge.sync import messages as m
 from rlbridge.sync.config import SyncConfig
 from rlbridge.sync.correspondence import correspond, export_dtypes
+from rlbridge.sync.coverage import coverage
 from rlbridge.sync.machines import coordinator_events as c
 from rlbridge.sync.machines.coordinator import CoordinatorMachine
 from rlbridge.sync.machines.membership import Membership
@@ -242,13 +244,15 @@ def make_plan(order: c.MakePlan, sync: SyncConfig, transport: TransportConfig) -
     correspondence = correspond(spec, layouts["sender"], layouts["receiver"], export_dtypes(spec, sync.export_dtype))
     topology = Topology.of({join.worker: join.address for join in order.members})
     plan = plan_transfer(correspondence, topology, bucket_bytes=transport.bucket_bytes)
-    report = plan.report()
+    report = plan.report() | {"coverage": msgspec.to_builtins(coverage(correspondence))}
+    computed = {name for layout in layouts["sender"].values() for name in layout.opaque_inputs}
     return c.Planned(
         epoch=order.epoch,
         plan_hash=plan.hash,
         programs={worker: plan.program(worker) for worker in plan.workers},
         lower_bound_s=float(cast(float, report["lower_bound_s"])),
         report=report,
+        exports=tuple(name for name in spec.tensors if name in computed),
     )
 
 

@@ -65,7 +65,7 @@ class Weights:
             address=address,
             layout=layout,
             spec_hash=spec_hash(self.spec),
-            spec=self.spec if place.name == m.sender_name(0) else None,
+            spec=self.spec if place.rank == 0 else None,
         )
 
 
@@ -99,19 +99,23 @@ class Front(Generic[M]):
         if self._member is not None:
             raise SyncError(f"{self._place.name} is connected already")
         w = self._weights
-        layout = discover(w.spec, w.load_weights, w.live_tensors)
-        self._discovered(layout)
+        layout = self._announced(discover(w.spec, w.load_weights, w.live_tensors))
         try:
             self._member = self._bridge.start(
                 lambda: self._make(lambda address: w.join(self._place, layout, address), self._settings)
             )
             self._bridge.call(self._member.linked)
+            self._linked(self._member)
         except BaseException as error:
             self.abort(error)
             raise
 
-    def _discovered(self, layout: SourceMap) -> None:
-        """The layout is known."""
+    def _announced(self, layout: SourceMap) -> SourceMap:
+        """What this worker says about its layout, now that it is discovered."""
+        raise NotImplementedError
+
+    def _linked(self, member: M) -> None:
+        """The first epoch is entered."""
 
     def _connected(self) -> M:
         if self._member is None:

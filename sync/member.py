@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 import anyio
+import msgspec
 import torch
 from anyio.abc import TaskStatus
 
@@ -22,6 +23,7 @@ from rlbridge.sync import messages as m
 from rlbridge.sync.executor import BufferPool, Execution, LinkError, Staging
 from rlbridge.sync.machines import events as e
 from rlbridge.sync.machines.worker import WorkerMachine
+from rlbridge.sync.opaque import is_virtual
 from rlbridge.sync.packing import PreparedBucket, prepare
 from rlbridge.sync.plan.program import Program
 from rlbridge.sync.stall import Timeline
@@ -79,18 +81,25 @@ class MemberSettings:
 
 
 class Binding:
-    """A program bound to tensors; bound again only when the program or a tensor's memory is another one."""
+    """A program bound to tensors; a bucket is bound again only when its program or a tensor's memory is another one."""
 
     def __init__(self) -> None:
-        self._key: tuple[Any, ...] = ()
+        self._plan_hash = ""
+        self._layout: dict[str, tuple[Any, ...]] = {}
         self._prepared: dict[int, PreparedBucket] = {}
 
     def to(self, program: Program, tensors: Tensors) -> dict[int, PreparedBucket]:
-        """The program's buckets with pieces, by number."""
-        layout = tuple((name, t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in tensors.items())
-        if (program.plan_hash, layout) != self._key:
-            self._prepared = {b.bucket: prepare(b, tensors) for b in program.buckets if b.pieces}
-            self._key = (program.plan_hash, layout)
+        """The program's buckets with pieces, by number. Pieces of virtual tensors count if ``tensors`` has them."""
+        layout = {name: (t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in tensors.items()}
+        if program.plan_hash != self._plan_hash:
+            self._prepared, self._layout, self._plan_hash = {}, {}, program.plan_hash
+        # Most tensors stay where they are; exported ones may be new ones at each version.
+        moved = {name for name, place in layout.items() if self._layout.get(name) != place}
+        for bucket in program.buckets if moved else ():
+            pieces = tuple(p for p in bucket.pieces if p.runtime in layout or not is_virtual(p.runtime))
+            if pieces and (bucket.bucket not in self._prepared or any(p.runtime in moved for p in pieces)):
+                self._prepared[bucket.bucket] = prepare(msgspec.structs.replace(bucket, pieces=pieces), tensors)
+        self._layout = layout
         return self._prepared
 
 
@@ -101,18 +110,23 @@ class Member:
         machine: decides; this class only carries out.
         join: builds the first message once the transport's address is known.
         settings: the coordinator's address and so on.
+        reserved_bytes: part of the budget for staging memory that is not for bucket buffers.
 
     Attributes:
         error: why nothing works any more, or ``None``.
+        exports: checkpoint tensors that trainer ranks export at every version; known once linked.
     """
 
-    def __init__(self, machine: WorkerMachine, join: JoinMaker, settings: MemberSettings) -> None:
+    def __init__(
+        self, machine: WorkerMachine, join: JoinMaker, settings: MemberSettings, reserved_bytes: int = 0
+    ) -> None:
         self.machine, self.settings = machine, settings
         self.error: Exception | None = None
         self.program: Program | None = None
+        self.exports: tuple[str, ...] = ()
         self.staging = Staging()
         self._join = join
-        self._pool = BufferPool(settings.transport.staging_bytes)
+        self._pool = BufferPool(settings.transport.staging_bytes - reserved_bytes)
         self._peers: dict[str, TransportAddress] = {}
         self._promises: WeakSet[Promise[Any]] = WeakSet()  # one that nobody holds needs no failing
         self._linked: Promise[None] = self.promise()
@@ -193,6 +207,7 @@ class Member:
         for peer in self._peers:
             await transport.disconnect(peer)
         self._peers, self.program, self.staging = new_epoch.peers, new_epoch.program, Staging()
+        self.exports = new_epoch.exports
         return e.LinksClosed(new_epoch.epoch)
 
     async def _open_links(self, epoch: int, transport: Transport) -> e.WorkerEvent:

@@ -109,7 +109,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
         address: where its transport is reached.
         layout: which checkpoint elements it holds or needs.
         spec_hash: digest of its view of the checkpoint; all must agree.
-        spec: the checkpoint itself; only sender rank 0 sends it.
+        spec: the checkpoint itself; rank 0 of each side and replica sends it, to name what differs.
     """
 
     role: Role
@@ -216,11 +216,14 @@ class NewEpoch(msgspec.Struct, frozen=True, tag=True):
         epoch: grows by one with each membership.
         program: this worker's part of the plan; its ``plan_hash`` is the plan's.
         peers: addresses of the workers that ``program`` talks to.
+        exports: checkpoint tensors that every trainer rank exports at each version, in this order, because the loader
+            of some rank computes with them: exporting may be a collective.
     """
 
     epoch: int
     program: Program
     peers: dict[str, TransportAddress]
+    exports: tuple[str, ...] = ()
 
 
 class OpenLinks(msgspec.Struct, frozen=True, tag=True):

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from rlbridge.sync.config import SyncConfig
 from rlbridge.sync.executor import Staging
+from rlbridge.sync.layout.spec import TensorSpec
 from rlbridge.sync.machines import events as e
 from rlbridge.sync.machines.receiver import ReceiverMachine
 from rlbridge.sync.member import Binding, JoinMaker, Member, MemberSettings, Promise, Tensors
+from rlbridge.sync.opaque import StagedWholes
 from rlbridge.sync.packing import PreparedBucket
 from rlbridge.sync.plan.program import HEADER_BYTES, Program
 from rlbridge.transport.errors import SyncError
@@ -24,17 +28,24 @@ class StagedVersion:
     staging: Staging
 
     def apply(self, binding: Binding, tensors: Tensors) -> None:
-        """Write all of it into ``tensors`` (runtime name to live tensor)."""
+        """Write all that is a copy into ``tensors`` (runtime name to live tensor)."""
         for number, bucket in binding.to(self.program, tensors).items():
-            bucket.unpack(self.staging.buffers[number][HEADER_BYTES:])
+            bucket.unpack(self._payload(number))
+
+    def wholes(self, inputs: Mapping[str, TensorSpec]) -> StagedWholes:
+        """The whole checkpoint tensors ``inputs`` of this version."""
+        return StagedWholes(self.program, self._payload, inputs)
+
+    def _payload(self, bucket: int) -> torch.Tensor:
+        return self.staging.buffers[bucket][HEADER_BYTES:]
 
 
 class Receiver(Member):
     """Receives versions. Coroutines run on the loop; ``news`` and ``take_committed`` are for the main thread."""
 
-    def __init__(self, join: JoinMaker, settings: MemberSettings, sync: SyncConfig) -> None:
+    def __init__(self, join: JoinMaker, settings: MemberSettings, sync: SyncConfig, reserved_bytes: int) -> None:
         self._staging = sync.mode.receiver_staging
-        super().__init__(ReceiverMachine(staging=self._staging), join, settings)
+        super().__init__(ReceiverMachine(staging=self._staging), join, settings, reserved_bytes)
         self._committed: StagedVersion | None = None
         self._announced = False
         self._staged: StagedVersion | None = None
@@ -43,7 +54,7 @@ class Receiver(Member):
         self._resume: Promise[int] | None = None
 
     async def quiesce(self, tensors: Tensors) -> int:
-        """The main thread stands still: ``tensors`` (runtime name to live tensor) may be written.
+        """The main thread stands still: ``tensors`` (runtime name to live or virtual tensor) may be written.
 
         Returns:
             The version that they hold, whole. Until then the weights may be torn.

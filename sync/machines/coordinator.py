@@ -251,7 +251,7 @@ class CoordinatorMachine:
         self._plan = plan
         self._enter(Phase.PARTING, plan.programs)
         return [
-            c.Tell(worker, m.NewEpoch(plan.epoch, program, self.members.addresses(program)))
+            c.Tell(worker, m.NewEpoch(plan.epoch, program, self.members.addresses(program), plan.exports))
             for worker, program in plan.programs.items()
         ]
 

@@ -47,6 +47,7 @@ class Planned:
     programs: Mapping[str, Program]
     lower_bound_s: float
     report: dict[str, Any]
+    exports: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""One worker process of the bridge tests: plain torch tensors behind an adapter. Reports one JSON object on stdout.
+"""One worker process of the bridge tests: a small engine behind an adapter. Reports one JSON object on stdout.
 
 Run as ``python bridge_worker.py '<json of WorkerSpec>'``.
 """
@@ -8,21 +8,18 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
 import msgspec
 import torch
+from computing_engines import ENGINES, SPEC, checkpoint_of, wrong_at
 
-from rlbridge.sync import CheckpointSpec, ReceiverAdapter, SenderAdapter, SyncConfig, TensorSpec
+from rlbridge.sync import ReceiverAdapter, SenderAdapter, SyncConfig
 from rlbridge.transport.config import TransportConfig
 from rlbridge.transport.protocol import TransportAddress
 from rlbridge.transport.ucxx_transport import UcxxTransport
-
-SHAPES = {"embed": (512, 128), "up": (256, 128), "down": (128, 256), "norm": (128,)}
-SPEC = CheckpointSpec({name: TensorSpec(shape, "bfloat16") for name, shape in SHAPES.items()})
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -30,13 +27,14 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
     role: str
     index: int
+    rank: int
     world: int
     endpoint: str
     secret: bytes
     sync: SyncConfig
     transport: TransportConfig
     versions: int
-    dtype: str = "float32"
+    engine: str = "float32"
     pause_s: float = 0.0
     trick: str = ""
     trick_version: int = 1
@@ -54,32 +52,6 @@ class WorkerReport(msgspec.Struct, frozen=True):
     waited_s: float = 0.0
     poll_us: float = 0.0
     snapshot_bytes: int = 0
-
-
-def weights_of(version: int) -> dict[str, torch.Tensor]:
-    """The fp32 weights that the trainer has at ``version``."""
-    generator = torch.Generator().manual_seed(version)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-class RowShard:
-    """A backend that keeps rows ``index`` of ``world`` of every tensor."""
-
-    def __init__(self, index: int, world: int, dtype: torch.dtype) -> None:
-        self.rows = {n: slice(index * s[0] // world, (index + 1) * s[0] // world) for n, s in SHAPES.items()}
-        self.tensors = {n: torch.zeros(SHAPES[n], dtype=dtype)[rows].clone() for n, rows in self.rows.items()}
-
-    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in weights:
-            self.tensors[name].copy_(tensor[self.rows[name]])
-
-    def live_tensors(self) -> dict[str, torch.Tensor]:
-        return self.tensors
-
-    def wrong_at(self, version: int) -> list[str]:
-        """Tensors that differ in any bit from what the sender exported as ``version``."""
-        exported = {n: t.to(torch.bfloat16)[self.rows[n]] for n, t in weights_of(version).items()}
-        return [n for n, t in self.tensors.items() if not torch.equal(t, exported[n].to(t.dtype))]
 
 
 class TrickyTransport:
@@ -115,16 +87,16 @@ class TrickyTransport:
         await self._inner.aclose()
 
 
-def run_sender(spec: WorkerSpec, backend: RowShard, report: dict[str, Any]) -> None:
-    adapter = SenderAdapter(rank=spec.index, world=spec.world, **common(spec, backend))
+def run_sender(spec: WorkerSpec, backend: Any, report: dict[str, Any]) -> None:
+    export = None if spec.trick == "no export" else backend.export
+    adapter = SenderAdapter(rank=spec.rank, world=spec.world, export=export, **common(spec, backend))
     with adapter:
         adapter.connect()
         handles = []
         for version in range(spec.versions):
             while spec.trick == "wait" and version == spec.versions - 1 and not Path(spec.signal).exists():
                 time.sleep(0.02)
-            for name, tensor in weights_of(version).items():
-                backend.tensors[name].copy_(tensor[backend.rows[name]])
+            backend.train(version)
             start_s = time.monotonic()
             try:
                 handles.append(adapter.send_weights(version))
@@ -137,15 +109,22 @@ def run_sender(spec: WorkerSpec, backend: RowShard, report: dict[str, Any]) -> N
                     handles[-1].wait(30.0)
             finally:
                 report["waited_s"] = time.monotonic() - start_s
-            for name in backend.tensors:  # what is not copied by now must not be sent any more
-                backend.tensors[name].fill_(float("nan"))
+            for tensor in backend.weights.values():  # what is not copied by now must not be sent any more
+                tensor.fill_(float("nan"))
         for handle in handles:
             (report["versions"] if handle.wait(30.0) else report["superseded"]).append(handle.version)
 
 
-def run_receiver(spec: WorkerSpec, backend: RowShard, report: dict[str, Any]) -> None:
+def run_receiver(spec: WorkerSpec, backend: Any, report: dict[str, Any]) -> None:
     news = threading.Event()
-    adapter = ReceiverAdapter(replica=spec.index, on_news=news.set, **common(spec, backend))
+    adapter = ReceiverAdapter(
+        replica=spec.index,
+        rank=spec.rank,
+        world=spec.world,
+        on_news=news.set,
+        after_load=backend.after_load,
+        **common(spec, backend),
+    )
     with adapter:
         adapter.connect()
         if spec.trick == "sleep":
@@ -157,7 +136,8 @@ def run_receiver(spec: WorkerSpec, backend: RowShard, report: dict[str, Any]) ->
             version = adapter.poll_requests()
             if version is not None:
                 report["versions"].append(version)
-                report["wrong"] += [f"{name} at {version}" for name in backend.wrong_at(version)]
+                fresh = ENGINES[spec.engine](spec.rank, spec.world)
+                report["wrong"] += [f"{name} at {version}" for name in wrong_at(backend, fresh, checkpoint_of(version))]
                 if spec.pause_s:
                     time.sleep(spec.pause_s)
         polls = 10_000
@@ -167,7 +147,7 @@ def run_receiver(spec: WorkerSpec, backend: RowShard, report: dict[str, Any]) ->
         report["poll_us"] = (time.perf_counter() - start_s) / polls * 1e6
 
 
-def common(spec: WorkerSpec, backend: RowShard) -> dict[str, Any]:
+def common(spec: WorkerSpec, backend: Any) -> dict[str, Any]:
     def factory(config: TransportConfig, name: str) -> Any:
         transport = UcxxTransport(config, name)
         return TrickyTransport(transport, spec) if spec.trick in ("flip", "hang", "raise") else transport
@@ -176,7 +156,7 @@ def common(spec: WorkerSpec, backend: RowShard) -> dict[str, Any]:
         "coordinator": spec.endpoint,
         "secret": spec.secret,
         "spec": SPEC,
-        "load_weights": backend.load_weights,
+        "load_weights": unlucky(spec, backend) if spec.trick == "loader" else backend.load_weights,
         "live_tensors": backend.live_tensors,
         "sync": spec.sync,
         "transport": spec.transport,
@@ -184,14 +164,29 @@ def common(spec: WorkerSpec, backend: RowShard) -> dict[str, Any]:
     }
 
 
+def unlucky(spec: WorkerSpec, backend: Any) -> Any:
+    """A loader that raises once the bridge runs it on the parts of a version: not all tensors are there."""
+    versions = 0
+
+    def load(weights: Any) -> None:
+        nonlocal versions
+        given = list(weights)
+        if len(given) < len(SPEC.tensors):
+            versions += 1
+            if versions > spec.trick_version:
+                raise ValueError("the loader is out of luck")
+        backend.load_weights(iter(given))
+
+    return load
+
+
 def main() -> int:
     torch.set_num_threads(1)
     spec = msgspec.json.decode(sys.argv[1], type=WorkerSpec)
-    is_sender = spec.role == "sender"
-    backend = RowShard(spec.index if is_sender else 0, spec.world if is_sender else 1, getattr(torch, spec.dtype))
+    backend = ENGINES[spec.engine](spec.rank, spec.world)
     report: dict[str, Any] = {"versions": [], "wrong": [], "superseded": []}
     try:
-        (run_sender if is_sender else run_receiver)(spec, backend, report)
+        (run_sender if spec.role == "sender" else run_receiver)(spec, backend, report)
     except Exception as error:
         report |= {"error": str(error), "error_kind": type(error).__name__}
     print(msgspec.json.encode(WorkerReport(**report)).decode(), flush=True)

@@ -19,11 +19,13 @@ import msgspec
 import pytest
 
 from rlbridge.sync import Coordinator, OnBusy, SyncConfig, SyncMode
+from rlbridge.sync.messages import receiver_name, sender_name
 from rlbridge.sync.reports import CoordinatorEvent
 from rlbridge.transport.config import TransportConfig
 from rlbridge.transport.errors import RlbridgeError
 
 SCRIPT = Path(__file__).with_name("bridge_worker.py")
+SUPPORT = Path(__file__).parents[2] / "support"
 SECRET = b"a secret of thirty-two bytes....."
 
 
@@ -81,24 +83,26 @@ class Bridge:
 
 @pytest.fixture
 def open_bridge(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Bridge]]:
-    """``open_bridge(mode, senders=2, receivers=("float32", "bfloat16"), tricks={"rollout-1": "hang"}, ...)``."""
+    """``open_bridge(mode, senders=2, receivers=("float32", "fused x2"), tricks={"rollout-1": "hang"}, ...)``."""
 
     @asynccontextmanager
     async def opened(
         mode: SyncMode,
         *,
         senders: int = 2,
+        trainer: str = "float32",
         receivers: tuple[str, ...] = ("float32", "bfloat16"),
         versions: int = 4,
         tricks: dict[str, str] | None = None,
         pauses_s: dict[str, float] | None = None,
         on_busy: OnBusy = OnBusy.QUEUE,
         update_timeout_s: float = 20.0,
+        staging_bytes: int = 128 * 1024,
     ) -> AsyncIterator[Bridge]:
         sync = SyncConfig(mode=mode, on_busy=on_busy)
         transport = TransportConfig(
             bucket_bytes=32 * 1024,
-            staging_bytes=128 * 1024,
+            staging_bytes=staging_bytes,
             heartbeat_s=0.5,
             dead_after_s=5.0,
             connect_timeout_s=120.0,
@@ -107,28 +111,33 @@ def open_bridge(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Bri
         coordinator = Coordinator(
             secret=SECRET,
             senders=senders,
-            receivers=dict.fromkeys(range(len(receivers)), 1),
+            receivers={i: _ranks(engine) for i, engine in enumerate(receivers)},
             sync=sync,
             transport=transport,
         )
         bridge = Bridge(coordinator, tmp_path)
-        names = [(f"trainer-{i}", "sender", i, senders, "float32") for i in range(senders)]
-        names += [(f"rollout-{i}", "receiver", i, 1, dtype) for i, dtype in enumerate(receivers)]
+        places = [(sender_name(rank), "sender", 0, rank, senders, trainer) for rank in range(senders)]
+        places += [
+            (receiver_name(i, rank), "receiver", i, rank, _ranks(engine), engine.partition(" ")[0])
+            for i, engine in enumerate(receivers)
+            for rank in range(_ranks(engine))
+        ]
         try:
             async with anyio.create_task_group() as tasks:
                 endpoint = await tasks.start(_host, bridge)
                 tasks.start_soon(_collect, bridge)
-                for name, role, index, world, dtype in names:
+                for name, role, index, rank, world, engine in places:
                     bridge.specs[name] = worker_module.WorkerSpec(
                         role=role,
                         index=index,
+                        rank=rank,
                         world=world,
                         endpoint=endpoint,
                         secret=SECRET,
                         sync=sync,
                         transport=transport,
                         versions=versions,
-                        dtype=dtype,
+                        engine=engine,
                         pause_s=(pauses_s or {}).get(name, 0.0),
                         trick=(tricks or {}).get(name, ""),
                         signal=str(tmp_path / name),
@@ -148,8 +157,18 @@ def open_bridge(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Bri
     return opened
 
 
+def _ranks(engine: str) -> int:
+    """``"fused x2"`` is an engine of two ranks."""
+    return int(engine.partition(" x")[2] or 1)
+
+
 def _spawn(spec: Any) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    paths = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "error",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), msgspec.json.encode(spec).decode()], stdout=subprocess.PIPE, env=environment
     )
