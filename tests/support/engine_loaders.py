@@ -99,7 +99,7 @@ class Megatron:
     def __init__(self, place: Place) -> None:
         self._place = p = place
         self._queries = Q // p.ranks // p.kv_heads
-        part, parts = p.cut
+        _, parts = p.cut
         self.live = {
             "embedding": torch.zeros(PADDED_V // p.ranks, H),
             "output_layer": torch.zeros(PADDED_V // p.ranks, H),
@@ -155,7 +155,7 @@ class Vllm:
 
     def __init__(self, place: Place) -> None:
         self._place = p = place
-        part, parts = p.cut
+        _, parts = p.cut
         sizes = {
             "embed_tokens": (PADDED_V // p.ranks, H),
             "lm_head": (PADDED_V // p.ranks, H),
