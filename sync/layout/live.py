@@ -14,29 +14,31 @@ from rlbridge.transport.errors import LayoutError
 LiveTensors = Callable[[], Mapping[str, torch.Tensor]]
 
 
-def owners(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def owners(tensors: Mapping[str, torch.Tensor], *, meta: bool = False) -> dict[str, torch.Tensor]:
     """``tensors`` detached, without those whose elements another one has already (tied weights, views of a fused one).
 
-    Of equal tensors the first name stays; of nested ones the larger.
+    Of equal tensors the first name stays; of nested ones the larger. Tensors on the meta device, which have no memory,
+    are taken only with ``meta``.
 
     Raises:
         LayoutError: a tensor has no memory of its own or overlaps another one in part.
     """
     by_size = sorted(tensors.items(), key=lambda item: -item[1].numel())
     kept: dict[str, torch.Tensor] = {}
-    spans: dict[int, list[tuple[int, int, str]]] = {}
+    spans: dict[tuple[bool, int], list[tuple[int, int, str]]] = {}
     for name, tensor in by_size:
         if tensor.numel() == 0:
             continue
-        if tensor.device.type == "meta":
+        if tensor.device.type == "meta" and not meta:
             raise LayoutError(f"{name!r} has no memory (meta device); materialise it before its layout is discovered")
         if hasattr(tensor, "to_local"):
             raise LayoutError(f"{name!r} is a {type(tensor).__name__}; give its local shard, `.to_local()`")
         begin, end = _span(tensor)
-        over = [s for s in spans.setdefault(tensor.untyped_storage().data_ptr(), []) if s[0] < end and begin < s[1]]
+        memory = _memory(tensor)
+        over = [s for s in spans.setdefault(memory, []) if s[0] < end and begin < s[1]]
         if not over:
             kept[name] = tensor.detach()
-            spans[tensor.untyped_storage().data_ptr()].append((begin, end, name))
+            spans[memory].append((begin, end, name))
         elif not any(_inside(tensor, kept[owner]) for *_, owner in over):
             raise LayoutError(f"{name!r} shares part of its memory with {over[0][2]!r}; list only one of them")
     return {name: kept[name] for name in tensors if name in kept}
@@ -84,6 +86,12 @@ def restored(live_tensors: LiveTensors) -> Iterator[None]:
                 "loading changed the shape of these tensors or dropped them, so they cannot be given their values "
                 f"back: {', '.join(sorted(lost)[:20])}; discover the layout before post-processing"
             )
+
+
+def _memory(tensor: torch.Tensor) -> tuple[bool, int]:
+    """What tells one memory from another. All meta storages begin at address 0: they are told by identity."""
+    storage, meta = tensor.untyped_storage(), tensor.device.type == "meta"
+    return meta, storage._cdata if meta else storage.data_ptr()
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

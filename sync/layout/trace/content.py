@@ -1,0 +1,149 @@
+"""What each storage holds during a trace: pieces of checkpoint tensors, results of arithmetic, or neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from rlbridge.sync.layout.trace.casts import Chain, cast, reinterpret
+from rlbridge.sync.layout.trace.pieces import Piece, TooIrregularError, compose, flat, piece, without
+
+
+class Copied(NamedTuple):
+    """Elements of a checkpoint tensor (source addresses are its row-major indices), cast along ``chain``."""
+
+    tensor: str
+    chain: Chain
+
+
+class Made(NamedTuple):
+    """Elements computed from ``inputs``. ``lost``: what they depend on is not known for certain."""
+
+    inputs: frozenset[str]
+    reason: str
+    lost: bool = False
+
+
+Origin = Copied | Made
+Entry = tuple[Piece, Origin]
+
+
+def inputs_of(origin: Origin) -> frozenset[str]:
+    """The checkpoint tensors behind ``origin``."""
+    return frozenset((origin.tensor,)) if isinstance(origin, Copied) else origin.inputs
+
+
+@dataclass(slots=True, eq=False)
+class Content:
+    """Entries have disjoint destinations; elements in none do not depend on the checkpoint.
+
+    Attributes:
+        unit: bytes of an element; addresses count elements.
+        live: a live tensor's storage, which is never written to.
+        real: the memory holds the true values.
+        keep: holds the storage, whose address identifies it, alive.
+    """
+
+    unit: int
+    live: bool = False
+    real: bool = False
+    keep: object = None
+    entries: list[Entry] = field(default_factory=list)
+
+
+class WidthError(Exception):
+    """A storage is viewed with elements of another width than what was written into it."""
+
+
+def read(content: Content, into: torch.Tensor, out_of: torch.Tensor) -> list[Entry]:
+    """What ``into`` (destination addresses) receives when ``out_of``, of the same shape and in ``content``, is copied.
+
+    Raises:
+        WidthError, TooIrregularError: it cannot be said.
+    """
+    if not content.entries:
+        return []
+    if content.unit != out_of.element_size():
+        raise WidthError
+    asked = between(into, out_of)
+    found: list[Entry] = []
+    for written, origin in content.entries:
+        for part in compose(asked, written):
+            seen = origin
+            if isinstance(origin, Copied):
+                seen = Copied(origin.tensor, reinterpret(origin.chain, out_of.dtype))
+            found.append((part if isinstance(seen, Copied) else _placeless(part), seen))
+    return found
+
+
+def inputs(content: Content, view: torch.Tensor) -> frozenset[str]:
+    """The checkpoint tensors that the elements of ``view``, in ``content``, depend on."""
+    if not content.entries:
+        return frozenset()
+    if len(content.entries) == 1 and content.unit == view.element_size():
+        return inputs_of(content.entries[0][1]) if view.numel() else frozenset()
+    try:
+        return frozenset().union(*(inputs_of(origin) for _, origin in read(content, view, view)))
+    except (WidthError, TooIrregularError):
+        return frozenset().union(*(inputs_of(origin) for _, origin in content.entries))
+
+
+def overwrite(content: Content, view: torch.Tensor, new: Iterable[Entry]) -> None:
+    """Put ``new`` (whose destinations are addresses within ``view``) where ``view`` is; the rest of it is constant.
+
+    Raises:
+        WidthError, TooIrregularError: it cannot be said; nothing is changed.
+    """
+    if not content.entries:
+        content.unit = view.element_size()
+    elif content.unit != view.element_size():
+        raise WidthError
+    else:
+        hole = between(view, view)
+        content.entries = [(left, origin) for old, origin in content.entries for left in without(old, hole)]
+    content.entries += new
+
+
+def whole(name: str, shape: tuple[int, ...], dtype: str) -> list[Entry]:
+    """The entries of a checkpoint tensor's own storage."""
+    count = 1
+    for n in shape:
+        count *= n
+    return [(flat(count), Copied(name, (dtype,)))] if count else []
+
+
+def made(view: torch.Tensor, origin: Made) -> list[Entry]:
+    """Entries that say that all of ``view`` is ``origin``."""
+    return [(_placeless(between(view, view)), origin)] if view.numel() else []
+
+
+def cast_to(entries: Iterable[Entry], dtype: torch.dtype) -> Iterator[Entry]:
+    """``entries`` after a cast."""
+    for part, origin in entries:
+        if isinstance(origin, Copied):
+            chain = cast(origin.chain, dtype)
+            if isinstance(chain, str):
+                yield _placeless(part), Made(frozenset((origin.tensor,)), chain)
+            else:
+                yield part, Copied(origin.tensor, chain)
+        else:
+            yield part, origin
+
+
+def changed(entries: Iterable[Entry], change: Callable[[Origin], Made]) -> list[Entry]:
+    """``entries`` after arithmetic on each of their elements."""
+    return [(_placeless(part), change(origin)) for part, origin in entries]
+
+
+def between(into: torch.Tensor, out_of: torch.Tensor) -> Piece:
+    """The piece that copies one view, element by element, to another one of the same shape."""
+    offsets: tuple[Any, Any] = into.storage_offset(), out_of.storage_offset()
+    return piece(*offsets, zip(into.shape, into.stride(), out_of.stride(), strict=True))
+
+
+def _placeless(part: Piece) -> Piece:
+    """``part`` without its source addresses, which mean nothing for computed elements."""
+    return piece(part.at, 0, [(n, there, 0) for n, there, _ in part.dims])
