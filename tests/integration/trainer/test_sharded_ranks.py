@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from ranks import run_ranks
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -92,22 +90,9 @@ def run_alone(job: Path) -> dict:
     return torch.load(job.with_name("rank-0.pt"), weights_only=False)
 
 
-def run_ranks(job: Path, world: int) -> list[dict]:
+def run_together(job: Path, world: int) -> list[dict]:
     """Run the program on ``world`` ranks; returns what each saw."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    logs = [job.with_name(f"rank-{rank}.log") for rank in range(world)]
-    processes = []
-    for rank, log in enumerate(logs):
-        command = [sys.executable, "-P", str(PROGRAM), str(rank), str(world), str(job)]
-        with log.open("w") as output:
-            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-    try:
-        for process, log in zip(processes, logs, strict=True):
-            assert process.wait(DEADLINE_S) == 0, log.read_text()
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    run_ranks(PROGRAM, world, str(job), folder=job.parent, deadline_s=DEADLINE_S)
     return [torch.load(job.with_name(f"rank-{rank}.pt"), weights_only=False) for rank in range(world)]
 
 
@@ -120,7 +105,7 @@ def test_ranks_together_equal_one_rank(tmp_path, world, name, tied, micro_batch_
     model = write_model(tmp_path / "model", tied=tied)
     algorithm = {"name": name, "entropy_coef": 0.01}
     alone = run_alone(make_job(tmp_path / "alone", model, algorithm, {}))
-    ranks = run_ranks(make_job(tmp_path / "ranks", model, algorithm, {"micro_batch_rows": micro_batch_rows}), world)
+    ranks = run_together(make_job(tmp_path / "ranks", model, algorithm, {"micro_batch_rows": micro_batch_rows}), world)
     for seen in ranks:
         assert_same_training(seen, alone)
     assert_shards_cover_the_model(ranks, alone)
