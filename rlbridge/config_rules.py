@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlbridge.transport.config import parse_node_gbps
 from rlbridge.transport.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ _ABOVE_ZERO = (
     *_of("trainer", "max_grad_norm"),
     *_of("rollout", "temperature", "top_p"),
     *_of("task", "eval_fraction", "reward_timeout_s"),
+    *_of("transport", "external_gbps", "local_gbps"),
     *_of("transport", "heartbeat_s", "dead_after_s", "connect_timeout_s", "update_timeout_s"),
     *_of("launcher", "start_timeout_s", "worker_timeout_s", "stop_timeout_s"),
 )
@@ -197,5 +199,9 @@ def _bytes_and_time(job: JobConfig) -> Iterator[str]:
             f"transport.dead_after_s={transport.dead_after_s} must be at least twice "
             f"transport.heartbeat_s={transport.heartbeat_s}, or one late heartbeat ends the run"
         )
+    try:
+        parse_node_gbps(transport.node_gbps)
+    except ConfigError as error:
+        yield str(error)
     if dtype is not None and dtype not in _EXPORT_DTYPES:
         yield f"sync.export_dtype={dtype}: expected null or one of {', '.join(_EXPORT_DTYPES)}"

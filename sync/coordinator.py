@@ -242,7 +242,7 @@ def make_plan(order: c.MakePlan, sync: SyncConfig, transport: TransportConfig) -
         for role in ("sender", "receiver")
     }
     correspondence = correspond(spec, layouts["sender"], layouts["receiver"], export_dtypes(spec, sync.export_dtype))
-    topology = Topology.of({join.worker: join.address for join in order.members})
+    topology = Topology.of({join.worker: join.address for join in order.members}, transport)
     plan = plan_transfer(correspondence, topology, bucket_bytes=transport.bucket_bytes)
     report = plan.report() | {"coverage": msgspec.to_builtins(coverage(correspondence))}
     computed = {name for layout in layouts["sender"].values() for name in layout.opaque_inputs}

@@ -24,3 +24,8 @@ def node_identity() -> str:
     parts.append(f"shm:{shm.stat().st_dev if shm.exists() else 'none'}")
     digest = hashlib.blake2b("/".join(parts).encode(), digest_size=6).hexdigest()
     return f"{socket.gethostname()}-{digest}"
+
+
+def host_of(node: str) -> str:
+    """The host name in a node's identity."""
+    return node.rpartition("-")[0]

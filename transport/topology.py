@@ -6,14 +6,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
+import msgspec
+
+from rlbridge.transport.config import TransportConfig, parse_node_gbps
 from rlbridge.transport.errors import ConfigError
+from rlbridge.transport.node import host_of
 from rlbridge.transport.protocol import TransportAddress
 
-DEFAULT_EXTERNAL_BYTES_PER_S = 1.25e9
-"""One 10 Gbit/s port per node: what a plain cluster has at least."""
+_BYTES_PER_S_OF_GBPS = 1e9 / 8
 
-DEFAULT_LOCAL_BYTES_PER_S = 5e9
-"""UCX over shared memory with CMA, one stream of 8 MiB buckets, measured on a small virtual machine."""
+
+class NodeRates(msgspec.Struct, frozen=True):
+    """Rates of one node, bytes per second.
+
+    Attributes:
+        egress_bytes_per_s, ingress_bytes_per_s: its link to other nodes, out and in.
+        local_bytes_per_s: what each of its workers can send to, and receive from, the others of the node.
+    """
+
+    egress_bytes_per_s: float
+    ingress_bytes_per_s: float
+    local_bytes_per_s: float
+
+    @classmethod
+    def of_gbps(cls, external: float, local: float) -> Self:
+        """The same external rate in both directions; both in Gbit/s."""
+        return cls(*(rate * _BYTES_PER_S_OF_GBPS for rate in (external, external, local)))
+
+
+_CONFIG = TransportConfig()
+DEFAULT_RATES = NodeRates.of_gbps(_CONFIG.external_gbps, _CONFIG.local_gbps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,53 +44,42 @@ class Topology:
 
     Attributes:
         nodes: worker -> node; workers of one node share memory.
-        external_bytes_per_s: rate of a node's link to other nodes, each direction.
-        local_bytes_per_s: rate between two workers of one node.
+        rates: of every node that ``overrides`` does not name.
+        overrides: node -> its own rates.
 
     Raises:
         ConfigError: there is no worker, or a rate is not positive.
     """
 
     nodes: Mapping[str, str]
-    external_bytes_per_s: float = DEFAULT_EXTERNAL_BYTES_PER_S
-    local_bytes_per_s: float = DEFAULT_LOCAL_BYTES_PER_S
-    _workers: Mapping[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
+    rates: NodeRates = DEFAULT_RATES
+    overrides: Mapping[str, NodeRates] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.nodes:
             raise ConfigError("a topology needs at least one worker")
-        for name in ("external_bytes_per_s", "local_bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"topology: {name} must be positive, not {getattr(self, name)}")
-        by_node: dict[str, list[str]] = {}
-        for worker in sorted(self.nodes):
-            by_node.setdefault(self.nodes[worker], []).append(worker)
-        object.__setattr__(self, "_workers", {node: tuple(by_node[node]) for node in sorted(by_node)})
+        for node, rates in {"every node": self.rates, **self.overrides}.items():
+            for name, rate in msgspec.structs.asdict(rates).items():
+                if not rate > 0:
+                    raise ConfigError(f"topology: {name} of {node} must be positive, not {rate}")
 
     @classmethod
-    def of(
-        cls,
-        addresses: Mapping[str, TransportAddress],
-        external_bytes_per_s: float = DEFAULT_EXTERNAL_BYTES_PER_S,
-        local_bytes_per_s: float = DEFAULT_LOCAL_BYTES_PER_S,
-    ) -> Self:
-        """The topology of the members behind ``addresses`` (worker -> address)."""
-        nodes = {worker: address.node for worker, address in addresses.items()}
-        return cls(nodes, external_bytes_per_s, local_bytes_per_s)
-
-    @property
-    def node_names(self) -> tuple[str, ...]:
-        """All nodes, sorted."""
-        return tuple(self._workers)
-
-    def workers_on(self, node: str) -> tuple[str, ...]:
-        """The workers of ``node``, sorted; none if nobody lives there."""
-        return self._workers.get(node, ())
-
-    def same_node(self, first: str, second: str) -> bool:
-        """Whether two workers share memory.
+    def of(cls, addresses: Mapping[str, TransportAddress], config: TransportConfig) -> Self:
+        """The topology of the members behind ``addresses`` (worker -> address), with the configured rates.
 
         Raises:
-            KeyError: a worker is not part of the topology.
+            ConfigError: see the class and ``parse_node_gbps``.
         """
-        return self.nodes[first] == self.nodes[second]
+        nodes = {worker: address.node for worker, address in addresses.items()}
+        by_host = parse_node_gbps(config.node_gbps)
+        overrides = {
+            node: NodeRates.of_gbps(*by_host[host])
+            for node in sorted(set(nodes.values()))
+            for host in (node, host_of(node))
+            if host in by_host
+        }
+        return cls(nodes, NodeRates.of_gbps(config.external_gbps, config.local_gbps), overrides)
+
+    def rates_of(self, node: str) -> NodeRates:
+        """The rates of ``node``."""
+        return self.overrides.get(node, self.rates)

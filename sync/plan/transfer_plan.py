@@ -1,90 +1,73 @@
-"""The planner's result: numbered buckets with their routes, and each worker's program expanded from them on demand."""
+"""The planner's result: columns for the whole, and each worker's program expanded from them on demand."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from enum import StrEnum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
+import xxhash
 
-from rlbridge.sync.layout.algebra import Region, contains, region, restrict, size
-from rlbridge.sync.layout.dtypes import item_bytes
-from rlbridge.sync.layout.source_map import Box, SourceMap
+from rlbridge.sync.correspondence import Correspondence
+from rlbridge.sync.layout.algebra import contains, region, restrict
+from rlbridge.sync.layout.source_map import Box
+from rlbridge.sync.plan.atoms import Part
 from rlbridge.sync.plan.program import BucketProgram, Piece, Program
+from rlbridge.sync.plan.tables import Buckets, Cargo, Routes
 from rlbridge.transport.errors import PlanError
+from rlbridge.transport.topology import Topology
 
 
-class Stage(StrEnum):
-    """Which part of the weight path a hop belongs to."""
-
-    RECEIVE = "receive"
-    """From a trainer to the first rollout worker of a node."""
-    EXCHANGE = "exchange"
-    """From a rollout worker to the first one of another node."""
-    DISTRIBUTE = "distribute"
-    """Between rollout workers of one node."""
-
-
-class Hop(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """One edge of a bucket's tree."""
-
-    sender: str
-    receiver: str
-    stage: Stage
-
-
-class Part(msgspec.Struct, frozen=True, array_like=True):
-    """What a bucket carries of one tensor: ``area`` row-major, in the wire dtype."""
-
-    tensor: str
-    area: Region
-    dtype: str
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes on the wire."""
-        return size(self.area) * item_bytes(self.dtype)
-
-
-class PlannedBucket(msgspec.Struct, frozen=True, array_like=True):
-    """One bucket. Every receiver of its tree needs all of its parts.
-
-    Attributes:
-        parts: in payload order.
-        hops: parents before children; the first sender is the source.
-        payload_bytes: sum over the parts.
-    """
-
-    parts: tuple[Part, ...]
-    hops: tuple[Hop, ...]
-    payload_bytes: int
-
-    @property
-    def source(self) -> str:
-        """The worker that packs it."""
-        return self.hops[0].sender
-
-
-class TransferPlan(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferPlan:
     """One epoch's plan.
 
     Attributes:
+        kind: ``"planned"``, or the baseline that it is.
         hash: equal on all workers that hold the same plan; the same in every process.
-        workers: all workers, sorted.
-        senders: those that pack.
-        buckets: a bucket's number is its index: the one order that all workers keep.
-        layouts: worker to its layout.
-        summary: what :meth:`report` tells.
+        bucket_bytes: upper size of a bucket.
+        correspondence, topology: what it was made for.
+        routes, cargo, buckets: what goes where, and in which order.
     """
 
+    kind: str
     hash: str
-    workers: tuple[str, ...]
-    senders: tuple[str, ...]
-    buckets: list[PlannedBucket]
-    layouts: dict[str, SourceMap]
-    summary: dict[str, Any]
+    bucket_bytes: int
+    correspondence: Correspondence
+    topology: Topology
+    routes: Routes
+    cargo: Cargo
+    buckets: Buckets
+
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        correspondence: Correspondence,
+        topology: Topology,
+        routes: Routes,
+        cargo: Cargo,
+        bucket_bytes: int,
+    ) -> TransferPlan:
+        """Cut ``cargo`` into buckets and take the hash."""
+        buckets = Buckets.of(routes, cargo, correspondence.table, bucket_bytes)
+        content = xxhash.xxh3_128()
+        names = (kind, routes.workers, sorted(correspondence.senders), correspondence.digests)
+        content.update(msgspec.msgpack.encode((*names, correspondence.table.digest())))
+        for columns in (routes, cargo, buckets):
+            for name in columns.__slots__:
+                column = getattr(columns, name)
+                if isinstance(column, np.ndarray):
+                    content.update(np.ascontiguousarray(column, "<i8").tobytes())
+        return cls(kind, content.hexdigest(), bucket_bytes, correspondence, topology, routes, cargo, buckets)
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """All workers, sorted."""
+        return self.routes.workers
 
     def program(self, worker: str) -> Program:
         """The buckets that ``worker`` has a part in, as it sees them.
@@ -92,41 +75,54 @@ class TransferPlan(msgspec.Struct, frozen=True):
         Raises:
             PlanError: the plan does not know ``worker``.
         """
-        if worker not in self.layouts:
+        if worker not in self.correspondence.digests:
             raise PlanError(f"worker {worker!r} is not in the plan, which has {', '.join(self.workers)}")
-        boxes: dict[str, list[Box]] = defaultdict(list)
-        for box in [*self.layouts[worker].boxes, *self.layouts[worker].aliases]:
-            boxes[box.tensor].append(box)
-        mine = (
-            _bucket_program(number, bucket, worker, boxes)
-            for number, bucket in enumerate(self.buckets)
-            if any(worker in (hop.sender, hop.receiver) for hop in bucket.hops)
-        )
-        return Program(worker, self.hash, self.workers, tuple(mine))
+        number = self.workers.index(worker)
+        touched = (self.routes.sender == number) | (self.routes.receiver == number)
+        mine = {int(r): self._seen(int(r), worker) for r in np.unique(self.routes.route_of_hop[touched])}
+        pieces = _Pieces(self.correspondence, worker)
+        columns = (self.buckets.route, self.buckets.begin, self.buckets.end)
+        chosen = np.flatnonzero(np.isin(self.buckets.route, list(mine)))
+        found = []
+        for bucket, route, begin, end in zip(chosen.tolist(), *(c[chosen].tolist() for c in columns), strict=True):
+            recv_from, send_to = mine[route]
+            parts = self.cargo.parts(self.correspondence.table, begin, end)
+            its = pieces.of(parts, packs=recv_from is None)
+            found.append(BucketProgram(bucket, end - begin, recv_from, send_to, its))
+        return Program(worker, self.hash, self.workers, tuple(found))
+
+    def _seen(self, route: int, worker: str) -> tuple[str | None, tuple[str, ...]]:
+        hops = self.routes.hops(route)
+        recv_from = next((hop.sender for hop in hops if hop.receiver == worker), None)
+        return recv_from, tuple(hop.receiver for hop in hops if hop.sender == worker)
 
     def report(self) -> dict[str, Any]:
-        """Totals of one update, ready for JSON: bytes by stage, buckets, and the lower bound with its terms."""
-        return dict(self.summary)
+        """Totals of one update, ready for JSON: see :func:`rlbridge.sync.plan.report.report_of`."""
+        from rlbridge.sync.plan.report import report_of  # which reads plans
+
+        return report_of(self)
 
 
-def _bucket_program(number: int, bucket: PlannedBucket, worker: str, boxes: dict[str, list[Box]]) -> BucketProgram:
-    is_source = worker == bucket.source
-    pieces: list[Piece] = []
-    at_bytes = 0
-    for part in bucket.parts:
-        around = [box for box in boxes[part.tensor] if contains(region(box), part.area)]
-        # A source packs one of its copies; a receiver fills all of them.
-        pieces += _pieces(part, around[:1] if is_source else around, at_bytes)
-        at_bytes += part.size_bytes
-    return BucketProgram(
-        bucket=number,
-        payload_bytes=bucket.payload_bytes,
-        recv_from=next((hop.sender for hop in bucket.hops if hop.receiver == worker), None),
-        send_to=tuple(hop.receiver for hop in bucket.hops if hop.sender == worker),
-        pieces=tuple(pieces),
-    )
+class _Pieces:
+    """Where the parts of buckets lie in one worker's tensors."""
 
+    def __init__(self, correspondence: Correspondence, worker: str) -> None:
+        layout = correspondence.senders.get(worker) or correspondence.receivers[worker]
+        self._sends = worker in correspondence.senders
+        self._boxes: Mapping[str, list[Box]] = defaultdict(list)
+        for box in [*layout.boxes, *(layout.aliases if self._sends else ())]:
+            self._boxes[box.tensor].append(box)
 
-def _pieces(part: Part, boxes: Iterable[Box], at_bytes: int) -> list[Piece]:
-    cut = [restrict(box, part.area) for box in boxes]
-    return [Piece(box.runtime, box.offset, box.count, box.strides, part.dtype, at_bytes) for box in cut]
+    def of(self, parts: Iterable[Part], *, packs: bool) -> tuple[Piece, ...]:
+        """A source packs one of its copies; a receiver fills all of them; a trainer that passes on has none."""
+        if self._sends and not packs:
+            return ()
+        pieces: list[Piece] = []
+        at_bytes = 0
+        for part in parts:
+            around = [box for box in self._boxes.get(part.tensor, ()) if contains(region(box), part.area)]
+            for box in around[:1] if packs else around:
+                cut = restrict(box, part.area)
+                pieces.append(Piece(box.runtime, cut.offset, cut.count, cut.strides, part.dtype, at_bytes))
+            at_bytes += part.size_bytes
+        return tuple(pieces)

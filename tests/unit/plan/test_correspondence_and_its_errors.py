@@ -31,7 +31,7 @@ BIAS = Box("p.b", "b", (0,), (8,), (1,), 0, (1,))
 def test_row_shards_against_column_shards():
     senders = {f"t{r}": layout(rows(r * 4, 4)) for r in range(2)}
     receivers = {f"r{r}": layout(columns(r * 3, 3)) for r in range(2)}
-    atoms = correspond(SPEC, senders, receivers).atoms
+    atoms = list(correspond(SPEC, senders, receivers).atoms())
     assert [(a.area.start, a.area.count, a.holders, a.needers) for a in atoms] == [
         ((0, 0), (4, 3), ("t0",), ("r0",)),
         ((0, 3), (4, 3), ("t0",), ("r1",)),
@@ -42,12 +42,12 @@ def test_row_shards_against_column_shards():
 
 def test_replicas_do_not_add_atoms():
     receivers = {f"r{i}": layout(rows(0, 8)) for i in range(9)}
-    (atom,) = correspond(SPEC, {f"t{i}": layout(rows(0, 8)) for i in range(3)}, receivers).atoms
+    (atom,) = correspond(SPEC, {f"t{i}": layout(rows(0, 8)) for i in range(3)}, receivers).atoms()
     assert (len(atom.holders), len(atom.needers), atom.size_bytes) == (3, 9, 8 * 6 * 4)
 
 
 def test_what_nobody_needs_is_no_atom():
-    atoms = correspond(SPEC, {"t": layout(rows(0, 8), BIAS)}, {"r": layout(BIAS)}).atoms
+    atoms = list(correspond(SPEC, {"t": layout(rows(0, 8), BIAS)}, {"r": layout(BIAS)}).atoms())
     assert [a.tensor for a in atoms] == ["b"]
 
 
@@ -87,7 +87,7 @@ def test_a_tied_sender_serves_both_names():
         return Box(runtime, tensor, (0, 0), (4, 2), (1, 1), 0, (2, 1))
 
     sender = SourceMap({"e": TensorSpec((4, 2), "float32")}, [whole("e", "head")], [whole("e", "embed")])
-    atoms = correspond(spec, {"t": sender}, {"r": layout(whole("a", "embed"), whole("b", "head"))}).atoms
+    atoms = correspond(spec, {"t": sender}, {"r": layout(whole("a", "embed"), whole("b", "head"))}).atoms()
     assert [(a.tensor, a.holders) for a in atoms] == [("embed", ("t",)), ("head", ("t",))]
 
 
@@ -107,5 +107,5 @@ def test_export_dtypes():
     assert export_dtypes(spec, "bfloat16") == {"w": "bfloat16", "n": "int64"}
     with pytest.raises(LayoutError, match="int8"):
         export_dtypes(spec, "int8")
-    (atom,) = correspond(SPEC, {"t": layout(BIAS)}, {"r": layout(BIAS)}, {"b": "bfloat16"}).atoms
+    (atom,) = correspond(SPEC, {"t": layout(BIAS)}, {"r": layout(BIAS)}, {"b": "bfloat16"}).atoms()
     assert (atom.dtype, atom.size_bytes) == ("bfloat16", 16)

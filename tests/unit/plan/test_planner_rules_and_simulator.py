@@ -15,9 +15,10 @@ from rlbridge.sync.layout.source_map import Box, SourceMap
 from rlbridge.sync.layout.spec import CheckpointSpec, TensorSpec
 from rlbridge.sync.plan.planner import plan_transfer
 from rlbridge.sync.plan.simulate import simulate
-from rlbridge.sync.plan.transfer_plan import Stage, TransferPlan
+from rlbridge.sync.plan.tables import Stage
+from rlbridge.sync.plan.transfer_plan import TransferPlan
 from rlbridge.transport.errors import PlanError
-from rlbridge.transport.topology import Topology
+from rlbridge.transport.topology import NodeRates, Topology
 
 ROWS, COLUMNS, KIB = 1024, 512, 1024
 SPEC = CheckpointSpec({f"w{i}": TensorSpec((ROWS, COLUMNS), "float32") for i in range(2)})
@@ -33,7 +34,7 @@ def shard(rank: int = 0, ranks: int = 1) -> SourceMap:
 def plan_for(
     senders: dict[str, SourceMap], receivers: dict[str, SourceMap], nodes: dict[str, str], bucket_bytes: int = 64 * KIB
 ) -> TransferPlan:
-    topology = Topology(nodes, external_bytes_per_s=1e6, local_bytes_per_s=1e7)
+    topology = Topology(nodes, NodeRates(1e6, 1e6, 1e7))
     plan = plan_transfer(correspond(SPEC, senders, receivers), topology, bucket_bytes=bucket_bytes)
     simulate(SPEC, senders, receivers, {w: plan.program(w) for w in plan.workers})
     return plan
@@ -41,9 +42,9 @@ def plan_for(
 
 def link_bytes(plan: TransferPlan, key) -> Counter:
     total: Counter = Counter()
-    for bucket in plan.buckets:
-        for hop in bucket.hops:
-            total[key(hop)] += bucket.payload_bytes
+    for route, size_bytes in enumerate(plan.cargo.route_bytes.tolist()):
+        for hop in plan.routes.hops(route):
+            total[key(hop)] += size_bytes
     return total
 
 
@@ -56,6 +57,7 @@ def test_two_trainers_and_three_nodes_of_replicas():
     assert report["bytes_total"] == 12 * MODEL_BYTES
     assert report["trainer_egress_bytes"] == report["trainer_egress_external_bytes"] == MODEL_BYTES
     assert report["bytes_by_stage"] == {
+        "gather": 0,
         "receive": MODEL_BYTES,
         "exchange": 2 * MODEL_BYTES,
         "distribute": 9 * MODEL_BYTES,
@@ -83,7 +85,12 @@ def test_one_machine():
     report = plan.report()
     assert report["trainer_egress_bytes"] == MODEL_BYTES
     assert report["trainer_egress_external_bytes"] == 0
-    assert report["bytes_by_stage"] == {"receive": MODEL_BYTES, "exchange": 0, "distribute": 2 * MODEL_BYTES}
+    assert report["bytes_by_stage"] == {
+        "gather": 0,
+        "receive": MODEL_BYTES,
+        "exchange": 0,
+        "distribute": 2 * MODEL_BYTES,
+    }
     assert report["lower_bound_s"] == pytest.approx(MODEL_BYTES / 1e7)
 
 
@@ -111,14 +118,15 @@ def test_shards_on_both_sides_move_only_what_is_needed():
 def test_the_buckets_of_all_sources_begin_at_once_and_are_full():
     senders = {f"t{r}": shard(r, 4) for r in range(4)}
     plan = plan_for(senders, {"r": shard()}, {**{name: name for name in senders}, "r": "r"})
-    assert {bucket.source for bucket in plan.buckets[:4]} == set(senders)
-    assert all(bucket.payload_bytes == 64 * KIB for bucket in plan.buckets)
+    first = plan.routes.source[plan.buckets.route[:4]]
+    assert {plan.workers[worker] for worker in first} == set(senders)
+    assert (plan.buckets.payload_bytes == 64 * KIB).all()
 
 
 def test_small_tensors_share_a_bucket():
     plan = plan_for({"t": shard()}, {"r": shard()}, {"t": "a", "r": "b"}, bucket_bytes=2 * MODEL_BYTES)
-    assert len(plan.buckets) == 1
-    assert len({part.tensor for part in plan.buckets[0].parts}) == 2
+    (bucket,) = plan.program("r").buckets
+    assert len({piece.runtime for piece in bucket.pieces}) == 2
 
 
 def test_programs_are_those_of_the_worker():
@@ -162,10 +170,10 @@ def test_another_process_plans_the_same(tmp_path):
         "from rlbridge.sync.layout.source_map import SourceMap\n"
         "from rlbridge.sync.layout.spec import CheckpointSpec\n"
         "from rlbridge.sync.plan.planner import plan_transfer\n"
-        "from rlbridge.transport.topology import Topology\n"
+        "from rlbridge.transport.topology import NodeRates, Topology\n"
         "kind = tuple[CheckpointSpec, dict[str, SourceMap], dict[str, SourceMap], dict[str, str]]\n"
         "spec, senders, receivers, nodes = msgspec.json.decode(open(sys.argv[1]).read(), type=kind)\n"
-        "topology = Topology(nodes, external_bytes_per_s=1e6, local_bytes_per_s=1e7)\n"
+        "topology = Topology(nodes, NodeRates(1e6, 1e6, 1e7))\n"
         "print(plan_transfer(correspond(spec, senders, receivers), topology, bucket_bytes=65536).hash)\n"
     )
     command = [sys.executable, "-c", code, str(path)]

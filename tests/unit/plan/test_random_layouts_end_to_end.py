@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -21,7 +20,7 @@ from rlbridge.sync.plan.planner import plan_transfer
 from rlbridge.sync.plan.program import HEADER_BYTES
 from rlbridge.sync.plan.simulate import simulate
 from rlbridge.transport.errors import DigestMismatchError
-from rlbridge.transport.topology import Topology
+from rlbridge.transport.topology import NodeRates, Topology
 
 Checkpoint = dict[str, torch.Tensor]
 Formula = Callable[[Checkpoint, int, int], torch.Tensor]
@@ -145,7 +144,7 @@ def jobs(draw):
     ranks = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
     replicas = draw(st.integers(1, 2))
     nodes = draw(st.integers(1, 3))
-    return spec, senders, receivers, ranks, replicas, nodes, draw(st.sampled_from([16, 64, 4096]))
+    return spec, senders, receivers, ranks, replicas, nodes, draw(st.sampled_from([32, 64, 4096]))
 
 
 few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -189,15 +188,14 @@ def test_delivery_equals_a_fresh_load_bit_for_bit(job):
     places = [*senders, *receivers]
     topology = Topology(
         nodes={name: f"node{i % n_nodes}" for i, name in enumerate(places)},
-        external_bytes_per_s=1e9,
-        local_bytes_per_s=1e10,
+        rates=NodeRates(1e9, 1e9, 1e10),
     )
     correspondence = correspond(spec, sender_maps, receiver_maps)
     plan = plan_transfer(correspondence, topology, bucket_bytes=bucket_bytes)
     programs = {name: plan.program(name) for name in places}
     simulated = simulate(spec, sender_maps, receiver_maps, programs)
     assert sum(simulated.received_bytes.values()) == plan.report()["bytes_total"]
-    assert all(bucket.payload_bytes <= bucket_bytes for bucket in plan.buckets)
+    assert (plan.buckets.payload_bytes <= bucket_bytes).all()
 
     generator = torch.Generator().manual_seed(5)
     weights = {n: torch.randn(t.shape, generator=generator).to(torch_dtype(t.dtype)) for n, t in spec.tensors.items()}
@@ -242,13 +240,13 @@ def test_the_plan_is_the_same_whatever_order_the_workers_joined_in(job):
         def turned(items: dict) -> dict:
             return dict(list(items.items())[::turn])
 
-        topology = Topology(nodes=turned(nodes), external_bytes_per_s=1e9, local_bytes_per_s=1e10)
+        topology = Topology(nodes=turned(nodes), rates=NodeRates(1e9, 1e9, 1e10))
         return plan_transfer(correspond(spec, turned(senders), turned(receivers)), topology, bucket_bytes=bucket_bytes)
 
     one, other = planned(1), planned(-1)
     assert one.hash == other.hash
     assert one.report() == other.report()
-    assert msgspec.json.decode(msgspec.json.encode(one), type=type(one)) == one
+    assert [one.program(worker) for worker in nodes] == [other.program(worker) for worker in nodes]
 
 
 def test_a_flipped_bit_is_found():
