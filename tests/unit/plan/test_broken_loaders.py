@@ -101,7 +101,7 @@ def test_a_loader_that_writes_one_tensor_over_another_is_followed_and_shows_what
 
 @pytest.mark.parametrize("engine", [Megatron, Vllm])
 def test_a_loader_for_another_shape_fails_with_its_own_words(engine):
-    with pytest.raises(RuntimeError, match="size|shape|length"):
+    with pytest.raises(RuntimeError, match=r"size|shape|length"):
         layout(engine(Place(0, 1, 4)))
 
 
