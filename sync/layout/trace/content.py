@@ -107,11 +107,8 @@ def overwrite(content: Content, view: torch.Tensor, new: Iterable[Entry]) -> Non
     content.entries += new
 
 
-def whole(name: str, shape: tuple[int, ...], dtype: str) -> list[Entry]:
-    """The entries of a checkpoint tensor's own storage."""
-    count = 1
-    for n in shape:
-        count *= n
+def whole(name: str, count: int, dtype: str) -> list[Entry]:
+    """The entries of a checkpoint tensor's own storage, of ``count`` elements."""
     return [(flat(count), Copied(name, (dtype,)))] if count else []
 
 

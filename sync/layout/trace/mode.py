@@ -40,6 +40,11 @@ class OperationMode(TorchDispatchMode):
         super().__init__()
         self.store = store
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would import its compiler, a second's work, to keep it away from this function.
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

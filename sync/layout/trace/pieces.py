@@ -56,7 +56,7 @@ def piece(at: int, of: int, dims: Iterable[Dim]) -> Piece:
 
 def flat(count: int) -> Piece:
     """The identity on the first ``count`` addresses."""
-    return piece(0, 0, [(count, 1, 1)])
+    return Piece(0, 0, ((count, 1, 1),) if count > 1 else ())
 
 
 def compose(read: Piece, written: Piece) -> list[Piece]:

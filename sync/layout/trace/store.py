@@ -27,7 +27,7 @@ from rlbridge.sync.layout.trace.content import (
     read,
     whole,
 )
-from rlbridge.sync.layout.trace.phantom import phantom
+from rlbridge.sync.layout.trace.phantom import Arena
 from rlbridge.sync.layout.trace.pieces import TooIrregularError
 from rlbridge.transport.errors import LayoutError
 
@@ -61,6 +61,7 @@ class Store:
         self.reached: dict[str, str] = {}
         self.recent: set[str] = set()
         self.streaming = True
+        self._arena = Arena()
 
     # --- contents ---
 
@@ -91,8 +92,8 @@ class Store:
 
     def checkpoint(self, name: str, spec: TensorSpec) -> torch.Tensor:
         """A checkpoint tensor without memory."""
-        tensor = self.blank(spec.shape, torch_dtype(spec.dtype), torch.device("cpu"))
-        self.adopt(tensor).entries = whole(name, spec.shape, spec.dtype)
+        tensor, content = self._phantom(spec.shape, None, torch_dtype(spec.dtype))
+        content.entries = whole(name, tensor.numel(), spec.dtype)
         return tensor
 
     def stand_in(self, name: str, spec: TensorSpec, reason: str) -> torch.Tensor:
@@ -113,17 +114,21 @@ class Store:
     ) -> torch.Tensor:
         """A tensor that no checkpoint element is in yet. On the CPU it takes no memory."""
         shape = tuple(shape)
+        if device.type == "cpu":
+            return self._phantom(shape, strides, dtype)[0]
         strides = row_major_strides(shape) if strides is None else strides
-        if device.type != "cpu":
-            tensor = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            self.adopt(tensor)
-            return tensor
-        tensor, pages = phantom(shape, strides, dtype)
-        key = tensor.untyped_storage()._cdata
-        # The address of a freed storage will be another one's.
-        gone = weakref.ref(pages, lambda _: self.contents.pop(key, None))
-        self.contents[key] = Content(dtype.itemsize, keep=gone)
+        tensor = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        self.adopt(tensor)
         return tensor
+
+    def _phantom(
+        self, shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Content]:
+        tensor, buffer = self._arena.phantom(shape, strides, dtype)
+        contents, key = self.contents, tensor.untyped_storage()._cdata
+        # The address that identifies a storage will be another one's after this one is freed.
+        content = contents[key] = Content(dtype.itemsize, keep=weakref.ref(buffer, lambda _: contents.pop(key, None)))
+        return tensor, content
 
     # --- what happens to elements ---
 
