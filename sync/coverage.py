@@ -84,7 +84,9 @@ class Coverage(msgspec.Struct, frozen=True):
         for receiver in self.receivers:
             for part in receiver.parts:
                 inputs = ", ".join(part.inputs)
-                lines.append(f"{receiver.worker}: {part.runtime}: {part.elements} from {inputs} ({part.reason})")
+                lines.append(
+                    f"{receiver.worker}: {part.runtime}: {part.elements} elements from {inputs} ({part.reason})"
+                )
             if receiver.computed_tensors > len(receiver.parts):
                 lines.append(f"{receiver.worker}: ... and {receiver.computed_tensors - len(receiver.parts)} more")
         senders: list[Sequence[object]] = [

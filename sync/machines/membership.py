@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from rlbridge.sync import messages as m
+from rlbridge.sync.formats import differences
 from rlbridge.sync.plan.program import Program
 from rlbridge.transport.errors import ConfigError, LayoutError, ProtocolError
 from rlbridge.transport.protocol import TransportAddress
@@ -45,11 +48,14 @@ class Membership:
         if join.worker == m.sender_name(0) and join.spec is None:
             raise ProtocolError(f"{join.worker} did not send the checkpoint's spec")
         for other in self.joined.values():
-            if other.spec_hash != join.spec_hash:
-                raise LayoutError(
-                    f"{join.worker} and {other.worker} see different checkpoints: compare names, shapes, dtypes"
-                )
-        self.joined[join.worker] = join
+            if _compared(join, other) and other.spec_hash != join.spec_hash:
+                raise _different(join, other)
+        self.joined[join.worker] = self._sharing(join)
+
+    def _sharing(self, join: m.Join) -> m.Join:
+        """``join`` with the one spec in memory that all have: a large checkpoint's has megabytes."""
+        known = next((other.spec for other in self.joined.values() if other.spec is not None), None)
+        return msgspec.structs.replace(join, spec=known) if join.spec is not None and known is not None else join
 
     def _ranks(self, replica: int, said: int) -> int:
         here = [join.world for join in self.joined.values() if join.role == "receiver" and join.replica == replica]
@@ -93,3 +99,21 @@ class Membership:
         for worker in gone:
             del self.joined[worker]
         return gone
+
+
+def _compared(join: m.Join, other: m.Join) -> bool:
+    """Ranks of one side or replica with each other, and the rank 0 of each, which send their specs, with all others.
+
+    So the first difference that is found can be named, whoever joins first; in the end everybody is compared.
+    """
+    together = (join.role, join.replica) == (other.role, other.replica)
+    return together or join.rank == other.rank == 0
+
+
+def _different(join: m.Join, other: m.Join) -> LayoutError:
+    named = differences(join.worker, join.spec, other.worker, other.spec) if join.spec and other.spec else ""
+    return LayoutError(
+        f"{join.worker} and {other.worker} see different checkpoints:"
+        + (named or " compare names, shapes, dtypes")
+        + "\nGive trainer and rollouts the same checkpoint format: the model directory, or what loads it, differs."
+    )

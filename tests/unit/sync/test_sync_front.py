@@ -12,7 +12,7 @@ import rlbridge.sync
 from rlbridge.sync import messages as m
 from rlbridge.sync.config import OnBusy
 from rlbridge.sync.layout.source_map import SourceMap
-from rlbridge.sync.layout.spec import CheckpointSpec
+from rlbridge.sync.layout.spec import CheckpointSpec, TensorSpec
 from rlbridge.sync.machines.membership import Membership
 from rlbridge.sync.machines.sender import SenderMachine
 from rlbridge.transport.errors import (
@@ -82,7 +82,7 @@ def a_join(role: m.Role, rank: int, world: int, replica: int = 0, spec_hash: str
         (a_join("sender", 0, 3), ProtocolError, "trainer-0 says rank 0 of 3, expected 2"),
         (a_join("sender", 0, 2), ProtocolError, "trainer-0 did not send the checkpoint's spec"),
         (a_join("receiver", 2, 2, replica=1), ProtocolError, "rollout-1.2 says rank 2 of 2"),
-        (a_join("receiver", 0, 1, spec_hash="other"), LayoutError, "rollout-0 and trainer-1 see different checkpoints"),
+        (a_join("sender", 0, 2, spec_hash="x", spec=CheckpointSpec({})), LayoutError, "trainer-0 and trainer-1 see"),
         (a_join("sender", 1, 2), ProtocolError, "trainer-1 joined twice"),
     ],
 )
@@ -91,6 +91,20 @@ def test_membership_refuses_strange_joins(join: m.Join, error: type[Exception], 
     members.add(a_join("sender", 1, 2))
     with pytest.raises(error, match=words):
         members.add(join)
+
+
+def test_membership_names_tensors_that_trainer_and_rollout_see_differently() -> None:
+    fused = CheckpointSpec({"qkv": TensorSpec((24, 8), "bfloat16"), "norm": TensorSpec((8,), "float32")})
+    apart = CheckpointSpec({"q": TensorSpec((8, 8), "bfloat16"), "norm": TensorSpec((8,), "bfloat16")})
+    members = Membership(2, {0: 2})
+    members.add(a_join("sender", 1, 2, spec_hash="fused"))
+    members.add(a_join("receiver", 1, 2, spec_hash="apart"))  # it has no names; those that have will be compared
+    members.add(a_join("receiver", 0, 2, spec_hash="apart", spec=apart))
+    with pytest.raises(LayoutError, match="trainer-0 and rollout-0 see different checkpoints") as caught:
+        members.add(a_join("sender", 0, 2, spec_hash="fused", spec=fused))
+    assert "qkv: [24, 8] bfloat16 at trainer-0, not at rollout-0" in str(caught.value)
+    assert "q: [8, 8] bfloat16 at rollout-0, not at trainer-0" in str(caught.value)
+    assert "norm: [8] float32 at trainer-0, [8] bfloat16 at rollout-0" in str(caught.value)
 
 
 def test_membership_says_who_is_missing() -> None:
