@@ -12,9 +12,10 @@ from typing import NoReturn
 
 from rlbridge import __version__
 from rlbridge.exit_status import exit_status
+from rlbridge.layout.command import add_arguments
 from rlbridge.transport.errors import ConfigError
 
-_COMMANDS = ("run", "doctor")
+_COMMANDS = ("run", "report", "doctor")
 _EXAMPLES = """\
 examples:
   rlbridge run grpo                                 the default job
@@ -23,6 +24,8 @@ examples:
   rlbridge run ppo trainer.steps=40 seed=1          any setting is KEY=VALUE
   rlbridge run grpo --help                          every setting and group
   rlbridge run grpo --cfg job                       the composed configuration, without running
+  rlbridge layout kimi-k2 --parallel tp8.ep64       what one rank of a cluster would hold
+  rlbridge report runs/NAME                         a run as one HTML page; several runs side by side
   eval "$(rlbridge -sc install=bash)"               tab completion for this shell
 """
 
@@ -46,10 +49,19 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[:1] == ["run"] and len(arguments) > 1 and not arguments[1].startswith("-"):
         return _run_recipe(arguments[1], arguments[2:])
     parsed = _parser().parse_args(arguments)
+    if parsed.command == "report":
+        from rlbridge.report.command import write_report
+
+        sys.stdout.write(f"{write_report(parsed.runs, parsed.output)}\n")
+        return 0
     if parsed.command == "doctor":
         from rlbridge.doctor import doctor
 
         return doctor()
+    if parsed.command == "layout":
+        from rlbridge.layout.command import layout_command
+
+        return layout_command(parsed)
     _parser().print_help()
     return 0 if not arguments else 2
 
@@ -108,5 +120,9 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help=f"run a recipe: {', '.join(recipe_names())}")
     run.add_argument("recipe", metavar="RECIPE", help=", ".join(recipe_names()))
     run.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings and Hydra's own options")
+    report = commands.add_parser("report", help="write a run, or several side by side, as one HTML page")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, or its name in runs/")
+    report.add_argument("--output", metavar="FILE", help="default: report.html in the run's folder, or above several")
+    add_arguments(commands.add_parser("layout", help="show which runtime tensor comes from where in a checkpoint"))
     commands.add_parser("doctor", help="say what this machine can do, and why not the rest")
     return parser

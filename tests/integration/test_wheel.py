@@ -45,7 +45,7 @@ def expected_files() -> set[str]:
     for folder in FOLDERS:
         inside = "rlbridge" if folder == "rlbridge" else f"rlbridge/{folder}"
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix in (".py", ".yaml", ".typed") or path.name == "py.typed":
+            if path.suffix in (".py", ".yaml", ".typed", ".css", ".js") or path.name == "py.typed":
                 files.add(f"{inside}/{path.relative_to(ROOT / folder)}")
     return files
 
