@@ -20,8 +20,9 @@ from anyio.from_thread import BlockingPortal
 from rlbridge.sync.config import SyncConfig
 from rlbridge.sync.correspondence import export_dtypes
 from rlbridge.sync.front import Front, Place, Weights, ucxx_transport
+from rlbridge.sync.layout.discover import alone
 from rlbridge.sync.layout.live import LiveTensors
-from rlbridge.sync.layout.probe import LoadWeights
+from rlbridge.sync.layout.loading import AnyRank, Loader, LoadWeights
 from rlbridge.sync.layout.source_map import SourceMap
 from rlbridge.sync.layout.spec import CheckpointSpec
 from rlbridge.sync.member import Binding, MemberSettings, Promise, Tensors, TransportFactory
@@ -98,6 +99,8 @@ class SenderAdapter(Front[Sender]):
             it. Called on the main thread inside ``send_weights``, on all ranks for the same names in the same order,
             so it may communicate. A floating tensor may have any floating dtype; it is cast once, to the wire dtype.
             Without sender staging the tensor must stay as it is until the version is out: no reused buffer.
+        any_rank: for loaders that communicate between ranks: a logical or among those that share the loader, as
+            ``discover`` takes it.
         sync, transport: settings; equal on all workers.
         timeline: where spans go.
         portal: an open bridge thread to share; ``None`` starts one.
@@ -117,6 +120,7 @@ class SenderAdapter(Front[Sender]):
         sync: SyncConfig,
         transport: TransportConfig,
         export: Export | None = None,
+        any_rank: AnyRank = alone,
         timeline: Timeline | None = None,
         portal: BlockingPortal | None = None,
         transport_factory: TransportFactory = ucxx_transport,
@@ -131,7 +135,7 @@ class SenderAdapter(Front[Sender]):
             timeline=timeline if timeline is not None else Timeline(),
             on_news=_no_news,
         )
-        weights = Weights(spec, load_weights, live_tensors)
+        weights = Weights(spec, load_weights, live_tensors, any_rank)
         super().__init__(place, weights, settings, portal, lambda join, s: Sender(join, s, sync))
         self._staging, self._wire = sync.mode.sender_staging, export_dtypes(spec, sync.export_dtype)
         self._export = export
@@ -208,7 +212,7 @@ class ReceiverAdapter(Front[Receiver]):
     ranks take it at the same decoding step is up to the caller's own lockstep for now.
 
     Args:
-        coordinator, secret, spec, live_tensors, sync, transport, timeline, portal, transport_factory:
+        coordinator, secret, spec, live_tensors, any_rank, sync, transport, timeline, portal, transport_factory:
             as for ``SenderAdapter``.
         load_weights: the backend's own loader of (name, tensor) pairs. Shows the layout; elements that it copies are
             written without it from then on. If it computes others (``1 + x``, quantisation with scales), it is run
@@ -236,6 +240,7 @@ class ReceiverAdapter(Front[Receiver]):
         rank: int = 0,
         world: int = 1,
         after_load: AfterLoad | None = None,
+        any_rank: AnyRank = alone,
         timeline: Timeline | None = None,
         portal: BlockingPortal | None = None,
         transport_factory: TransportFactory = ucxx_transport,
@@ -251,7 +256,7 @@ class ReceiverAdapter(Front[Receiver]):
             timeline=timeline if timeline is not None else Timeline(),
             on_news=on_news if on_news is not None else _no_news,
         )
-        weights = Weights(spec, load_weights, live_tensors)
+        weights = Weights(spec, load_weights, live_tensors, any_rank)
         super().__init__(
             place, weights, settings, portal, lambda join, s: Receiver(join, s, sync, self._reserved_bytes)
         )
@@ -265,12 +270,15 @@ class ReceiverAdapter(Front[Receiver]):
         self.version: int | None = None
 
     def _announced(self, layout: SourceMap) -> SourceMap:
-        inputs = inputs_of(self._weights.spec, layout.opaque_inputs, self._wire)
+        w = self._weights
+        # A loader that communicates runs on all ranks alike, on what any of them needs.
+        names = Loader(w.spec, w.load_weights, w.live_tensors, w.any_rank).on_any_rank(layout.opaque_inputs)
+        inputs = inputs_of(w.spec, names, self._wire)
         if not self._staging:
             transport = self._settings.transport
             bucket_bytes = HEADER_BYTES + transport.bucket_bytes
             self._reserved_bytes = check_budget(inputs, bucket_bytes, transport.staging_bytes)
-        self._layout, self._loading = layout, Loading(inputs, self._weights.load_weights, self._after_load)
+        self._layout, self._loading = layout, Loading(inputs, w.load_weights, self._after_load)
         return with_virtual(layout, WHOLE, inputs)
 
     @property

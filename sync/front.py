@@ -12,9 +12,9 @@ from anyio.from_thread import BlockingPortal
 from rlbridge.sync import messages as m
 from rlbridge.sync.bridge import Bridge
 from rlbridge.sync.layout.checkpoint import spec_hash
-from rlbridge.sync.layout.discover import discover
+from rlbridge.sync.layout.discover import alone, discover
 from rlbridge.sync.layout.live import LiveTensors
-from rlbridge.sync.layout.probe import LoadWeights
+from rlbridge.sync.layout.loading import AnyRank, LoadWeights
 from rlbridge.sync.layout.source_map import SourceMap
 from rlbridge.sync.layout.spec import CheckpointSpec
 from rlbridge.sync.member import JoinMaker, Member, MemberSettings
@@ -49,11 +49,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A backend's weights as the bridge sees them."""
+    """A backend's weights as the bridge sees them; ``any_rank`` as ``discover`` takes it."""
 
     spec: CheckpointSpec
     load_weights: LoadWeights
     live_tensors: LiveTensors
+    any_rank: AnyRank = alone
 
     def join(self, place: Place, layout: SourceMap, address: TransportAddress) -> m.Join:
         """The worker's first message."""
@@ -99,7 +100,7 @@ class Front(Generic[M]):
         if self._member is not None:
             raise SyncError(f"{self._place.name} is connected already")
         w = self._weights
-        layout = self._announced(discover(w.spec, w.load_weights, w.live_tensors))
+        layout = self._announced(discover(w.spec, w.load_weights, w.live_tensors, any_rank=w.any_rank))
         try:
             self._member = self._bridge.start(
                 lambda: self._make(lambda address: w.join(self._place, layout, address), self._settings)

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from rlbridge.sync.layout.dtypes import dtype_name, item_bytes, torch_dtype
-from rlbridge.sync.layout.probe import LoadWeights
+from rlbridge.sync.layout.loading import LoadWeights
 from rlbridge.sync.layout.source_map import Box, Opaque, SourceMap
 from rlbridge.sync.layout.spec import CheckpointSpec, TensorSpec
 from rlbridge.sync.packing import prepare

@@ -1,4 +1,4 @@
-"""What layouts have to know about torch's dtypes, by name: sizes, kinds, and which integers they hold exactly."""
+"""What layouts have to know about torch's dtypes, by name: sizes, kinds, and their bits."""
 
 from __future__ import annotations
 
@@ -6,22 +6,7 @@ import torch
 
 from rlbridge.transport.errors import LayoutError
 
-_EXACT_INTEGERS: dict[torch.dtype, int] = {
-    torch.float64: 2**53,
-    torch.float32: 2**24,
-    torch.bfloat16: 2**8,
-    torch.float16: 2**11,
-    torch.float8_e4m3fn: 2**4,
-    torch.float8_e4m3fnuz: 2**4,
-    torch.float8_e5m2: 2**3,
-    torch.float8_e5m2fnuz: 2**3,
-    torch.int64: 2**62,
-    torch.int32: 2**31,
-    torch.int16: 2**15,
-    torch.int8: 2**7,
-    torch.uint8: 2**8 - 1,
-}
-"""Each dtype holds ``-1`` or, unsigned, its own maximum beside the integers ``0 .. n - 1``."""
+_INTEGERS_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -51,17 +36,13 @@ def is_floating(name: str) -> bool:
     return torch_dtype(name).is_floating_point
 
 
-def exact_integers(dtype: torch.dtype) -> int | None:
-    """``n`` such that ``0 .. n - 1`` and the poison value are exact in ``dtype``; ``None`` if it cannot be probed."""
-    return _EXACT_INTEGERS.get(dtype)
-
-
-def poison(dtype: torch.dtype) -> int:
-    """A value that no probe digit has."""
-    return 255 if dtype is torch.uint8 else -1
+def bits_dtype(width_bytes: int) -> torch.dtype:
+    """The integers whose bits stand for elements of that width."""
+    return _INTEGERS_OF_WIDTH[width_bytes]
 
 
 def bit_view(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` as integers of the same width, for comparisons that tell NaNs and signed zeros apart."""
-    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(widths[tensor.element_size()])
+    if tensor.dtype is torch.complex128:
+        return torch.view_as_real(tensor).view(torch.int64)
+    return tensor.view(bits_dtype(tensor.element_size()))

@@ -1,4 +1,4 @@
-"""Handling a backend's live tensors: one owner per element, poison, and giving them back as they were."""
+"""Handling a backend's live tensors: one owner per element, boxes as views, and giving them back as they were."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from rlbridge.sync.layout.dtypes import dtype_name, exact_integers, poison
+from rlbridge.sync.layout.dtypes import dtype_name
+from rlbridge.sync.layout.source_map import Box, Opaque
 from rlbridge.sync.layout.spec import TensorSpec
 from rlbridge.transport.errors import LayoutError
 
@@ -61,11 +62,15 @@ def specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
 
 
-def fill_poison(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Set every element to a value that no probe loads."""
-    for tensor in tensors.values():
-        if exact_integers(tensor.dtype) is not None:
-            tensor.fill_(poison(tensor.dtype))
+def box_values(box: Box, values: torch.Tensor) -> torch.Tensor:
+    """The part of a checkpoint tensor that ``box`` takes, ``[count[0], ..., count[N-1]]``: a view."""
+    axes = zip(box.start, box.count, box.step, strict=True)
+    return values[tuple(slice(start, start + (count - 1) * step + 1, step) for start, count, step in axes)]
+
+
+def box_of(box: Box | Opaque, flat: torch.Tensor) -> torch.Tensor:
+    """Where ``box`` lies in a runtime tensor's elements (``flat``: ``[M]``, contiguous): a view of the same shape."""
+    return torch.as_strided(flat, box.count, box.strides, flat.storage_offset() + box.offset)
 
 
 @contextmanager

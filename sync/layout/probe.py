@@ -1,117 +1,119 @@
 """The probe: load numbers that say which element they are through the backend's own loader and read where they land.
 
-An element's id travels as digits, one per pass, in a base that the narrowest dtype on the way holds exactly. Before
-each pass the live tensors are filled with a value that is no digit, so what the loader leaves alone is told from data.
+An element's id travels as digits, one per pass. Before the first pass the live tensors are filled with a value that is
+no digit, so what the loader leaves alone is told from data. What was read is kept as it is, a few bytes per element,
+and turned into ids only for the tensors that are no plain rectangles.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from rlbridge.sync.layout.dtypes import dtype_name, exact_integers, torch_dtype
-from rlbridge.sync.layout.elements import Ids, count_ids, first_ids
-from rlbridge.sync.layout.live import LiveTensors, fill_poison, owners
+from rlbridge.sync.layout.alphabet import Alphabet, can_carry_digits
+from rlbridge.sync.layout.digits import Digits
+from rlbridge.sync.layout.dtypes import bit_view, torch_dtype
+from rlbridge.sync.layout.elements import Ids
+from rlbridge.sync.layout.loading import Loader
 from rlbridge.sync.layout.spec import CheckpointSpec
-from rlbridge.transport.errors import LayoutError
 
-LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-
-_MAX_BASE = 2**24
-_CHUNK = 2**22
+_CHUNK = 2**20
 """Elements decoded at a time, which bounds the temporary memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """What one probe found.
+@dataclass(frozen=True)
+class Reading:
+    """What the passes left in one runtime tensor.
 
     Attributes:
-        ids: runtime tensor to element ids, ``[M]``: 0 where nothing or zeros were loaded. What
-            is no plain copy of the checkpoint has an arbitrary id.
-        first_pass: the live tensors after the first pass, to recognise constants.
+        dtype: of the runtime tensor.
+        planes: pass to what was kept of it, ``[M]`` each.
     """
 
-    ids: dict[str, Ids]
-    first_pass: dict[str, torch.Tensor]
+    dtype: torch.dtype
+    digits: Digits
+    planes: list[torch.Tensor]
+
+    def at(self, places: NDArray[np.int64]) -> Ids:
+        """Ids of the elements at ``places`` (``[n]``): 0 where there is none, arbitrary for what is no copy."""
+        index = torch.from_numpy(np.ascontiguousarray(places))
+        return self._decode([plane[index] for plane in self.planes])
+
+    def ids(self) -> Ids:
+        """Ids of all elements, ``[M]``."""
+        found = np.empty(self.planes[0].numel(), np.int64)
+        for at in range(0, found.size, _CHUNK):
+            found[at : at + _CHUNK] = self._decode([plane[at : at + _CHUNK] for plane in self.planes])
+        return found
+
+    def _decode(self, planes: list[torch.Tensor]) -> Ids:
+        alphabet = self.digits.alphabet
+        ids = np.zeros(planes[0].numel(), np.int64)
+        none = np.zeros(ids.size, np.bool_)
+        for index, plane in enumerate(planes):
+            digits = alphabet.decode(self.dtype, plane)
+            none |= digits < 0
+            ids += digits << (alphabet.bits * index)
+        ids[none | (ids > self.digits.total)] = 0
+        return ids
 
 
-def probe(spec: CheckpointSpec, load_weights: LoadWeights, live_tensors: LiveTensors, names: Iterable[str]) -> Probed:
-    """Find where the elements of the checkpoint tensors ``names`` land. Overwrites the live tensors.
+def probe(loader: Loader, wanted: Iterable[str], names: Iterable[str] | None = None) -> dict[str, Reading]:
+    """Load digits for all checkpoint tensors, or for ``names``, and read the runtime tensors ``wanted``.
 
-    Raises:
-        LayoutError: a dtype cannot carry digits.
+    Overwrites the live tensors. Runtime tensors that cannot hold digits are left out.
     """
-    base = digit_base(spec, probed_tensors(spec, live_tensors))
-    total = count_ids(spec)
-    ids: dict[str, torch.Tensor] = {}
-    first_pass: dict[str, torch.Tensor] = {}
-    scale = 1
-    while scale <= total:
-        fill_poison(probed_tensors(spec, live_tensors))
-        load_weights(_digits(spec, names, scale, base))
-        live = probed_tensors(spec, live_tensors)
-        for name, tensor in live.items():
-            if scale == 1:
-                first_pass[name] = tensor.clone()
-                ids[name] = torch.zeros(tensor.numel(), dtype=torch.int64)
-            _add_digits(tensor, ids[name], scale, base)
-        scale *= base
-    for found in ids.values():
-        found[found > total] = 0
-    return Probed({name: found.numpy() for name, found in ids.items()}, first_pass)
+    names = list(loader.spec.tensors if names is None else names)
+    live = can_be_probed(loader.spec, loader.live())
+    digits = Digits(loader.spec, Alphabet.of(_dtypes_on_the_way(loader, live)))
+    readings = {name: Reading(live[name].dtype, digits, []) for name in wanted if name in live}
+    fill_poison(live, digits.alphabet)
+    index = 0
+    # Ranks may need different numbers of passes, since they may hold tensors of different dtypes.
+    while loader.any_rank(index < digits.passes):
+        read_pass(loader, digits, index, readings, names)
+        index += 1
+    return readings
 
 
-def probed_tensors(spec: CheckpointSpec, live_tensors: LiveTensors) -> dict[str, torch.Tensor]:
-    """The live tensors that the checkpoint could fill.
+def read_pass(
+    loader: Loader, digits: Digits, index: int, readings: dict[str, Reading], names: Iterable[str] | None = None
+) -> None:
+    """Load one digit of every id and keep what lands in the tensors of ``readings``."""
+    live = loader.load(lambda name: digits.tensor(name, index), names)
+    for name, reading in readings.items():
+        reading.planes.append(digits.alphabet.read(live[name]))
+
+
+def fill_poison(live: dict[str, torch.Tensor], alphabet: Alphabet) -> None:
+    """Set every element to a value that is no digit."""
+    for tensor in live.values():
+        if tensor.dtype.is_floating_point:
+            tensor.fill_(alphabet.poison(tensor.dtype))
+        else:
+            bit_view(tensor).fill_(255 if tensor.element_size() == 1 else -1)
+
+
+def can_be_probed(spec: CheckpointSpec, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The live tensors that the checkpoint could fill and that can hold digits.
 
     Integer tensors count only if the checkpoint has some: otherwise they are a backend's own tables, which its loader
-    may read, so they must not be poisoned. Boolean ones are always left alone.
+    may read, so they must not be poisoned.
     """
-    integers = any(not torch_dtype(tensor.dtype).is_floating_point for tensor in spec.tensors.values())
+    integers = any(
+        can_carry_digits(dtype) and not dtype.is_floating_point
+        for dtype in (torch_dtype(tensor.dtype) for tensor in spec.tensors.values())
+    )
     return {
         name: tensor
-        for name, tensor in owners(live_tensors()).items()
-        if tensor.dtype.is_floating_point or (integers and tensor.dtype is not torch.bool)
+        for name, tensor in live.items()
+        if can_carry_digits(tensor.dtype) and (tensor.dtype.is_floating_point or integers)
     }
 
 
-def digit_base(spec: CheckpointSpec, live: Mapping[str, torch.Tensor]) -> int:
-    """How many digits every dtype on the way can tell apart; a power of two.
-
-    Raises:
-        LayoutError: a tensor's dtype cannot; the text names it.
-    """
-    dtypes = {f"checkpoint tensor {name!r}": torch_dtype(tensor.dtype) for name, tensor in spec.tensors.items()}
-    dtypes |= {f"runtime tensor {name!r}": tensor.dtype for name, tensor in live.items()}
-    refused = [f"{what}: {dtype_name(dtype)}" for what, dtype in dtypes.items() if exact_integers(dtype) is None]
-    if refused:
-        raise LayoutError("layout discovery cannot follow tensors of these dtypes:\n  " + "\n  ".join(refused[:20]))
-    narrowest = min([_MAX_BASE, *(exact_integers(dtype) or 0 for dtype in dtypes.values())])
-    return 1 << (narrowest.bit_length() - 1)
-
-
-def _digits(spec: CheckpointSpec, names: Iterable[str], scale: int, base: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor filled with one digit of its elements' ids; made when asked for, so that one exists at a time."""
-    firsts = first_ids(spec)
-    for name in names:
-        tensor = spec.tensors[name]
-        ids = torch.arange(firsts[name], firsts[name] + math.prod(tensor.shape), dtype=torch.int64)
-        digits = ids.bitwise_right_shift_(scale.bit_length() - 1).bitwise_and_(base - 1)
-        yield name, digits.to(torch_dtype(tensor.dtype)).reshape(tensor.shape)
-
-
-def _add_digits(tensor: torch.Tensor, ids: torch.Tensor, scale: int, base: int) -> None:
-    """Add one pass's digits to ``ids``; what is no digit adds nothing, and verification tells what it is."""
-    flat = tensor.reshape(-1)
-    exact = torch.float32 if tensor.element_size() <= 2 else torch.float64
-    for at in range(0, flat.numel(), _CHUNK):
-        part = slice(at, at + _CHUNK)
-        values = flat[part].to("cpu", exact)
-        digits = values.to(torch.int64)
-        # Poison is none, and neither is NaN, which differs from whatever integer it becomes.
-        no_digit = (digits != values) | (digits < 0) | (digits >= base)
-        ids[part] += digits.masked_fill_(no_digit, 0).mul_(scale)
+def _dtypes_on_the_way(loader: Loader, live: dict[str, torch.Tensor]) -> set[torch.dtype]:
+    return {torch_dtype(tensor.dtype) for tensor in loader.spec.tensors.values()} | {t.dtype for t in live.values()}

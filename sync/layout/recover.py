@@ -32,19 +32,43 @@ def recover(spec: CheckpointSpec, runtime: Mapping[str, TensorSpec], ids: Mappin
     Raises:
         LayoutError: the boxes do not rebuild ``ids`` (a bug here, found before it can do harm).
     """
-    boxes = [box for name, found in ids.items() for box in _tensor_boxes(spec, name, found)]
-    rebuilt = paint(spec, {name: runtime[name] for name in ids}, boxes)
-    wrong = [name for name, found in ids.items() if not np.array_equal(rebuilt[name], found)]
-    if wrong:
-        raise LayoutError(f"the layout of these runtime tensors could not be expressed in boxes: {', '.join(wrong)}")
+    return [box for name, found in ids.items() for box in _recover(spec, name, runtime[name], found)]
+
+
+def _recover(spec: CheckpointSpec, runtime: str, shape: TensorSpec, ids: Ids) -> list[Box]:
+    boxes = [
+        box
+        for name, elements, places in by_tensor(spec, ids)
+        for box in rectangles(runtime, name, spec.tensors[name].shape, elements, places)
+    ]
+    if not np.array_equal(paint(spec, {runtime: shape}, boxes)[runtime], ids):
+        raise LayoutError(f"the layout of runtime tensor {runtime!r} could not be expressed in boxes")
     return boxes
 
 
-def _tensor_boxes(spec: CheckpointSpec, runtime: str, ids: Ids) -> Iterator[Box]:
-    for name, elements, places in by_tensor(spec, ids):
-        shape = spec.tensors[name].shape
-        found = [box for layer in _layers(elements, places) for box in _layer_boxes(runtime, name, shape, *layer)]
-        yield from sorted(_merged(found), key=lambda box: (box.start, box.offset))
+def rectangles(runtime: str, name: str, shape: tuple[int, ...], elements: Ids, places: Ids) -> list[Box]:
+    """Boxes for the ``elements`` (``[n]``, row-major) of tensor ``name`` of ``shape`` that lie at ``places``."""
+    found = [box for layer in _layers(elements, places) for box in _layer_boxes(runtime, name, shape, *layer)]
+    return _merged(found)
+
+
+def boxes_without(box: Box, removed: NDArray[np.bool_]) -> list[Box]:
+    """What is left of ``box`` without the elements that are set in ``removed`` (``[count[0], ..., count[N-1]]``)."""
+    elements = np.flatnonzero(~removed)
+    if elements.size == 0:
+        return []
+    places = np.full(1, box.offset)
+    for count, stride in zip(box.count, box.strides, strict=True):
+        places = (places[:, None] + np.arange(count) * stride).reshape(-1)
+    parts = rectangles(box.runtime, box.tensor, box.count, elements, places[elements])
+    return [_within(box, part) for part in parts]
+
+
+def _within(box: Box, part: Box) -> Box:
+    """``part``, whose coordinates count the elements of ``box``, in the checkpoint's coordinates."""
+    start = tuple(a + k * s for a, k, s in zip(box.start, part.start, box.step, strict=True))
+    step = tuple(s * t if n > 1 else 1 for s, t, n in zip(box.step, part.step, part.count, strict=True))
+    return Box(box.runtime, box.tensor, start, part.count, step, part.offset, part.strides)
 
 
 def _layers(elements: Ids, places: Ids) -> Iterator[tuple[Ids, Ids]]:
@@ -179,14 +203,17 @@ def _box(runtime: str, name: str, cell: _Grid, lines: _Coordinates) -> Box:
 
 
 def _merged(boxes: Iterable[Box]) -> list[Box]:
-    """Join neighbours that together are one box, until none is left."""
+    """Join neighbours that together are one box, until none is left; sorted by position.
+
+    All are of one runtime and one checkpoint tensor.
+    """
     found = list(boxes)
     before = len(found) + 1
-    while len(found) < before:
+    while found and len(found) < before:
         before = len(found)
         for axis in range(len(found[0].start)):
             found = _merged_along(found, axis)
-    return found
+    return sorted(found, key=lambda box: (box.start, box.offset))
 
 
 def _merged_along(boxes: list[Box], axis: int) -> list[Box]:

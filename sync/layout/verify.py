@@ -1,152 +1,181 @@
-"""The proof of a probe: random values through the same loader must arrive bit for bit where the ids say.
+"""The proof of what was claimed: random values through the same loader must arrive bit for bit where the claims say.
 
-What does not (x + 1, -exp(x), quantisation and its scales) is no copy; it is traced back to checkpoint tensors by name.
+What does not (x + 1, -exp(x), quantisation and its scales) is no copy. Neither is what is claimed by nobody but changes
+with the checkpoint.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlbridge.sync.layout.dtypes import bit_view, poison, torch_dtype
-from rlbridge.sync.layout.elements import Ids, by_tensor
-from rlbridge.sync.layout.live import LiveTensors, fill_poison
-from rlbridge.sync.layout.probe import LoadWeights, Probed, probed_tensors
-from rlbridge.sync.layout.spec import CheckpointSpec
-from rlbridge.transport.errors import LayoutError
+from rlbridge.sync.layout.dtypes import bit_view
+from rlbridge.sync.layout.elements import by_tensor
+from rlbridge.sync.layout.live import box_of, box_values
+from rlbridge.sync.layout.loading import Loader, Values
+from rlbridge.sync.layout.probe import Reading
+from rlbridge.sync.layout.source_map import Box, Opaque
+from rlbridge.sync.layout.values import RandomBits
 
-_Mask = NDArray[np.bool_]
-
-_TRACED = 4096
-"""Elements of each runtime tensor that are traced back when a loader is refused."""
+Mask = NDArray[np.bool_]
 
 
-def random_values(spec: CheckpointSpec, name: str, seed: int) -> torch.Tensor:
-    """The same random tensor for the same arguments: all bits of sign and mantissa, magnitudes in ``[1/8, 2)``.
+@dataclass
+class Claims:
+    """What is believed of runtime tensors before the proof.
 
-    The range keeps the values apart after a cast to a narrower dtype; integers use all their bits.
-    """
-    tensor, dtype = spec.tensors[name], torch_dtype(spec.tensors[name].dtype)
-    # The generator reads 32 bits of its seed, so both numbers must be in them.
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + list(spec.tensors).index(name)) % 2**32)
-    if not dtype.is_floating_point:
-        limits = torch.iinfo(dtype)
-        return torch.randint(limits.min, limits.max, tensor.shape, generator=generator, dtype=dtype)
-    # Random bits with the exponent field replaced: its two lowest bits stay, and choose among four powers of two.
-    bits = bit_view(torch.empty(0, dtype=dtype)).dtype
-    limits = torch.iinfo(bits)
-    raw = torch.randint(limits.min, limits.max, tensor.shape, generator=generator, dtype=bits)
-    mantissa_bits = -round(math.log2(torch.finfo(dtype).eps))
-    bias = 1 - round(math.log2(torch.finfo(dtype).tiny))
-    sign = limits.min if limits.min < 0 else 1 << (limits.bits - 1)
-    exponent = (raw >> mantissa_bits).bitwise_and_(3).add_(bias - 3).bitwise_left_shift_(mantissa_bits)
-    return raw.bitwise_and_(sign | ((1 << mantissa_bits) - 1)).bitwise_or_(exponent).view(dtype)
-
-
-def verify(
-    spec: CheckpointSpec,
-    load_weights: LoadWeights,
-    live_tensors: LiveTensors,
-    names: Iterable[str],
-    probed: Probed,
-    seed: int,
-) -> dict[str, Ids]:
-    """Load random values for ``names``, compare, and return the ids without what turned out to be constant.
-
-    Overwrites the live tensors.
-
-    Raises:
-        LayoutError: some runtime elements are no copies; the text names their tensors and where they come from.
-    """
-    names = list(names)
-    fill_poison(probed_tensors(spec, live_tensors))
-    load_weights(_values(names, lambda name: random_values(spec, name, seed)))
-    live = probed_tensors(spec, live_tensors)
-    cleaned: dict[str, Ids] = {}
-    wrong: dict[str, Ids] = {}
-    for name, ids in probed.ids.items():
-        differs = _differing(spec, ids, live[name], seed)
-        constant = _equal_bits(live[name].reshape(-1), probed.first_pass[name].reshape(-1))
-        untouched = (live[name].reshape(-1) == poison(live[name].dtype)).cpu().numpy()
-        cleaned[name] = np.where(differs, 0, ids)
-        places = np.flatnonzero(np.where(ids > 0, differs & ~constant, ~(constant | untouched)))
-        if places.size:
-            wrong[name] = places
-    if wrong:
-        sources = _trace(spec, load_weights, live_tensors, names, wrong, seed)
-        raise LayoutError(_refusal(wrong, sources, probed))
-    return cleaned
-
-
-def _values(names: Iterable[str], value: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in names:
-        yield name, value(name)
-
-
-def _differing(spec: CheckpointSpec, ids: Ids, live: torch.Tensor, seed: int) -> _Mask:
-    """Elements of the checkpoint, by ``ids``, that are not what :func:`random_values` gives after a cast."""
-    flat = live.reshape(-1).cpu()
-    differs = np.zeros(ids.size, np.bool_)
-    for name, elements, places in by_tensor(spec, ids):
-        loaded = random_values(spec, name, seed).reshape(-1)[torch.from_numpy(elements)].to(live.dtype)
-        differs[places] = ~_equal_bits(loaded, flat[torch.from_numpy(places)])
-    return differs
-
-
-def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> _Mask:
-    return (bit_view(a) == bit_view(b)).cpu().numpy()
-
-
-def _trace(
-    spec: CheckpointSpec,
-    load_weights: LoadWeights,
-    live_tensors: LiveTensors,
-    names: list[str],
-    wrong: Mapping[str, Ids],
-    seed: int,
-) -> dict[str, list[str]]:
-    """Which checkpoint tensors the elements ``wrong`` depend on, by group testing.
-
-    Each load changes the values of half of the tensors: those whose index has a given bit set, or not set. Two loads
-    per bit of the index tell the tensors apart.
+    Attributes:
+        boxes: runtime tensor to its copies; a name without any is claimed to have none.
+        readings: those whose elements are claimed one by one, as the probe read them; not in ``boxes``.
+        opaque: what is known to be no copy.
     """
 
-    def load(changed: _Mask) -> dict[str, torch.Tensor]:
-        seeds = {name: seed + 1 + int(moved) for name, moved in zip(names, changed, strict=True)}
-        load_weights(_values(names, lambda name: random_values(spec, name, seeds[name])))
-        live = probed_tensors(spec, live_tensors)
-        return {
-            name: live[name].reshape(-1)[torch.from_numpy(places[:_TRACED])].clone() for name, places in wrong.items()
-        }
+    boxes: dict[str, list[Box]] = field(default_factory=dict)
+    readings: dict[str, Reading] = field(default_factory=dict)
+    opaque: dict[str, list[Opaque]] = field(default_factory=dict)
 
-    before = load(np.zeros(len(names), np.bool_))
-    possible = {name: np.ones((len(names), values.numel()), np.bool_) for name, values in before.items()}
-    indices = np.arange(len(names))
-    for bit in range(max(1, math.ceil(math.log2(max(2, len(names)))))):
-        for value in (0, 1):
-            changed = (indices >> bit) & 1 == value
-            for name, values in load(changed).items():
-                unmoved = _equal_bits(values, before[name])
-                possible[name] &= ~(changed[:, None] & unmoved[None, :])
-    sources: dict[str, list[str]] = defaultdict(list)
-    for name, table in possible.items():
-        sources[name] = [names[i] for i in np.flatnonzero(table.any(axis=1))]
-    return sources
+    def only(self, names: Iterable[str]) -> Claims:
+        """The claims about the runtime tensors ``names``."""
+        names = set(names)
+        return Claims(
+            {name: boxes for name, boxes in self.boxes.items() if name in names},
+            {name: reading for name, reading in self.readings.items() if name in names},
+            {name: parts for name, parts in self.opaque.items() if name in names},
+        )
+
+    def uncovered(self, name: str, numel: int) -> Mask | None:
+        """``[numel]``: elements of a tensor in ``boxes`` of which nothing is claimed; ``None`` if there is none."""
+        parts: list[Box | Opaque] = [*self.boxes[name], *self.opaque.get(name, [])]
+        if sum(math.prod(part.count) for part in parts) == numel:
+            return None
+        free = torch.ones(numel, dtype=torch.bool)
+        for part in parts:
+            box_of(part, free).fill_(False)
+        return free.numpy()
 
 
-def _refusal(wrong: Mapping[str, Ids], sources: Mapping[str, list[str]], probed: Probed) -> str:
-    lines = [
-        f"\n  {name}: {places.size} of {probed.ids[name].size} elements, from "
-        + (", ".join(sources[name][:8]) or "no single checkpoint tensor")
-        for name, places in list(wrong.items())[:20]
-    ]
-    return (
-        f"the loader changes values on the way into {len(wrong)} runtime tensors, so they are no copies of checkpoint "
-        "elements:" + "".join(lines) + "\nLoaders that transform values are not supported yet. Discover the layout "
-        "before post-processing, or keep these tensors in the checkpoint's form."
-    )
+@dataclass
+class Verdict:
+    """What the proof found in one runtime tensor, ``[M]`` each.
+
+    Attributes:
+        refuted: elements that are not the copies they were claimed to be.
+        computed: elements that change with the values loaded, but are no copies.
+        sometimes: elements that were refuted by some of the random values only.
+    """
+
+    refuted: Mask
+    computed: Mask
+    sometimes: Mask
+
+
+def verify(loader: Loader, claims: Claims, seed: int, names: Sequence[str] | None = None) -> dict[str, Verdict]:
+    """Load random values of all checkpoint tensors, or of ``names``, and compare. Overwrites the live tensors.
+
+    Returns:
+        verdicts on the runtime tensors in which something is not as claimed.
+    """
+    bits = [RandomBits(loader.spec, seed), RandomBits(loader.spec, seed, None), RandomBits(loader.spec, seed + 1)]
+    trial = _Trial(loader, claims)
+    for values in bits[:2]:
+        trial.compare(values, loader.load(values, names))
+    # What was wrong once may be right by chance elsewhere, so look again.
+    if loader.any_rank(trial.found_anything):
+        trial.compare(bits[2], loader.load(bits[2], names))
+    return trial.verdicts()
+
+
+class _Trial:
+    """Comparisons of several loads."""
+
+    def __init__(self, loader: Loader, claims: Claims) -> None:
+        self._loader, self._claims = loader, claims
+        self._wrong: dict[str, NDArray[np.int8]] = {}  # how often
+        self._varying: dict[str, Mask] = {}
+        self._before: dict[str, torch.Tensor] = {}
+        self._loads = 0
+        self._free: dict[str, Mask] = {}  # claimed by nobody
+        for name in claims.boxes:
+            free = claims.uncovered(name, math.prod(loader.runtime[name].shape))
+            if free is not None:
+                self._free[name] = free
+
+    @property
+    def found_anything(self) -> bool:
+        return bool(self._wrong) or any(
+            (mask & self._free[name]).any() for name, mask in self._varying.items() if name in self._free
+        )
+
+    def compare(self, values: Values, live: dict[str, torch.Tensor]) -> None:
+        self._loads += 1
+        for name, differs in differing(self._claims.boxes, values, live).items():
+            self._count(name, differs)
+        for name, reading in self._claims.readings.items():
+            differs = self._differing_ids(name, reading, values, live[name])
+            if differs.any():
+                self._count(name, differs)
+        for name in {*self._wrong, *self._free}:
+            now = live[name].reshape(-1)
+            if name in self._before:
+                moved = different_bits(now, self._before[name])
+                self._varying[name] = self._varying.get(name, np.zeros_like(moved)) | moved
+            self._before[name] = now.clone()
+
+    def _count(self, name: str, differs: Mask) -> None:
+        self._wrong.setdefault(name, np.zeros(differs.size, np.int8))
+        self._wrong[name] += differs
+
+    def _differing_ids(self, name: str, reading: Reading, values: Values, live: torch.Tensor) -> Mask:
+        ids, flat = reading.ids(), live.reshape(-1).cpu()
+        if name not in self._free and not ids.all():
+            self._free[name] = ids == 0
+        differs = np.zeros(ids.size, np.bool_)
+        for tensor, elements, places in by_tensor(self._loader.spec, ids):
+            loaded = values(tensor).reshape(-1)[torch.from_numpy(elements)].to(live.dtype)
+            differs[places] = different_bits(loaded, flat[torch.from_numpy(places)])
+        return differs
+
+    def verdicts(self) -> dict[str, Verdict]:
+        found: dict[str, Verdict] = {}
+        for name in {*self._wrong, *self._free}:
+            size = math.prod(self._loader.runtime[name].shape)
+            wrong = self._wrong.get(name, np.zeros(size, np.int8))
+            # Without an earlier load to compare with, the element was right then and is wrong now: it did change.
+            varying = self._varying.get(name, np.ones(size, np.bool_))
+            computed = ((wrong > 0) | self._free.get(name, np.zeros(size, np.bool_))) & varying
+            if computed.any() or wrong.any():
+                found[name] = Verdict(wrong > 0, computed, (wrong > 0) & (wrong < self._loads))
+        return dict(sorted(found.items()))
+
+
+def differing(
+    boxes: dict[str, list[Box]], values: Values, live: dict[str, torch.Tensor], runtime: Iterable[str] | None = None
+) -> dict[str, Mask]:
+    """Runtime tensors of which not all of ``boxes`` hold ``values`` after a cast, and which elements do not."""
+    by_source: dict[str, list[Box]] = defaultdict(list)
+    for name in boxes if runtime is None else runtime:
+        for box in boxes[name]:
+            by_source[box.tensor].append(box)
+    found: dict[str, Mask] = {}
+    for source, its in by_source.items():
+        loaded = values(source)
+        for box in its:
+            tensor = live[box.runtime]
+            expected = bit_view(box_values(box, loaded).to(tensor.dtype))
+            there = box_of(box, bit_view(tensor.reshape(-1).cpu()))
+            if not torch.equal(expected, there):
+                mask = found.setdefault(box.runtime, np.zeros(tensor.numel(), np.bool_))
+                box_of(box, torch.from_numpy(mask)).copy_(expected != there)
+    return found
+
+
+def different_bits(a: torch.Tensor, b: torch.Tensor) -> Mask:
+    """``[M]``: where two tensors ``[M]`` of one dtype differ."""
+    differs = bit_view(a) != bit_view(b)
+    return (differs.any(-1) if differs.dim() > 1 else differs).cpu().numpy()

@@ -1,0 +1,80 @@
+"""A backend's loader as discovery uses it: run on made-up values, as often on every rank that shares it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from rlbridge.sync.layout.live import LiveTensors, owners, specs
+from rlbridge.sync.layout.spec import CheckpointSpec, TensorSpec
+from rlbridge.transport.errors import LayoutError
+
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+Values = Callable[[str], torch.Tensor]
+"""Checkpoint tensor to made-up values for it."""
+AnyRank = Callable[[bool], bool]
+"""True on every rank if it was asked with True on any of them."""
+
+
+@dataclass(frozen=True)
+class Loader:
+    """A backend's loader and its live tensors.
+
+    Attributes:
+        spec, load_weights, live_tensors: as :func:`~rlbridge.sync.layout.discover.discover` takes them.
+        any_rank: decides for all ranks together whether the loader is run again.
+        runtime: shape and dtype of every live tensor that owns its elements.
+    """
+
+    spec: CheckpointSpec
+    load_weights: LoadWeights
+    live_tensors: LiveTensors
+    any_rank: AnyRank
+    runtime: Mapping[str, TensorSpec] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "runtime", specs(self.live()))
+
+    def live(self) -> dict[str, torch.Tensor]:
+        """The live tensors, tied ones once."""
+        return owners(self.live_tensors())
+
+    def load(self, values: Values, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+        """Load ``values`` of all checkpoint tensors, or of ``names``; each is made when the loader asks for it.
+
+        Returns:
+            the live tensors afterwards.
+
+        Raises:
+            LayoutError: loading changes which live tensors there are, or their shapes.
+        """
+        self.load_weights(_made(self.spec.tensors if names is None else names, values))
+        live = self.live()
+        now = specs(live)
+        changed = sorted(name for name in {*self.runtime, *now} if self.runtime.get(name) != now.get(name))
+        if changed:
+            raise LayoutError(
+                "loading changed the shape or dtype of runtime tensors, or which there are: "
+                f"{', '.join(changed[:20])}; discover the layout before post-processing"
+            )
+        return live
+
+    def on_any_rank(self, names: set[str]) -> list[str]:
+        """The checkpoint tensors that are in ``names`` on any rank, in the spec's order, by repeated halving."""
+        waiting, found = [list(self.spec.tensors)], []
+        while waiting:
+            part = waiting.pop()
+            if not part or not self.any_rank(not names.isdisjoint(part)):
+                continue
+            if len(part) == 1:
+                found.append(part[0])
+            else:
+                waiting += [part[len(part) // 2 :], part[: len(part) // 2]]
+        return found
+
+
+def _made(names: Iterable[str], values: Values) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in names:
+        yield name, values(name)

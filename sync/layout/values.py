@@ -1,0 +1,87 @@
+"""Random checkpoint tensors for the proof, the same for the same arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rlbridge.sync.layout.alphabet import float_format
+from rlbridge.sync.layout.dtypes import bits_dtype, torch_dtype
+from rlbridge.sync.layout.spec import CheckpointSpec
+
+_WORD_BYTES = 8
+_CHUNK_WORDS = 2**15
+"""Masked at a time, while they are in the cache."""
+
+
+@dataclass(frozen=True)
+class RandomBits:
+    """All bits of sign and mantissa are random, magnitudes lie in ``[1/8, 2)``; integers use all their bits.
+
+    The range keeps the values apart after a cast to a narrower dtype, and away from its limits.
+
+    Attributes:
+        seed: other seeds, other values.
+        flipped: tensors of which every random bit is flipped, so that each sign, mantissa and magnitude differs from
+            what the same seed gives otherwise: no operation on single values can leave both as they are by rounding.
+            ``None`` flips all.
+    """
+
+    spec: CheckpointSpec
+    seed: int
+    flipped: Collection[str] | None = ()
+    _index: dict[str, int] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._index.update((name, i) for i, name in enumerate(self.spec.tensors))
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """Values for checkpoint tensor ``name``."""
+        spec = self.spec.tensors[name]
+        dtype = torch_dtype(spec.dtype)
+        if dtype is torch.bool:
+            return self._bits(name, torch.bool, spec.shape, ~1, 0)
+        if dtype.is_complex:
+            part = torch.float32 if dtype is torch.complex64 else torch.float64
+            return torch.view_as_complex(self._bits(name, part, (*spec.shape, 2), *_float_masks(part)))
+        if dtype.is_floating_point:
+            return self._bits(name, dtype, spec.shape, *_float_masks(dtype))
+        return self._bits(name, dtype, spec.shape, 0, 0)
+
+    def _bits(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], cleared: int, added: int) -> torch.Tensor:
+        """Random bits without those in ``cleared``, then ``added``, one element at a time."""
+        numel, width = math.prod(shape), dtype.itemsize
+        generator = np.random.Generator(np.random.SFC64([self.seed, self._index[name]]))
+        n_words = -(-numel * width // _WORD_BYTES)
+        words = generator.integers(0, 2**64, n_words, dtype=np.uint64)
+        flipped = self.flipped is None or name in self.flipped
+        kept, more = _repeated(~cleared, width), _repeated(added, width)
+        for at in range(0, n_words, _CHUNK_WORDS):
+            part = words[at : at + _CHUNK_WORDS]
+            if flipped:
+                np.invert(part, out=part)
+            if cleared:
+                part &= kept
+            if added:
+                part += more  # fits below each element's sign, so nothing is carried
+        return torch.from_numpy(words.view(np.uint8)[: numel * width]).view(bits_dtype(width)).view(dtype).view(shape)
+
+
+def _float_masks(dtype: torch.dtype) -> tuple[int, int]:
+    """Keep sign, mantissa and the two lowest bits of the exponent, which then choose among four powers of two."""
+    if dtype is torch.float8_e8m0fnu:
+        return 0xFC, 124
+    form = float_format(dtype)
+    sign = 1 << (8 * dtype.itemsize - 1)
+    kept = sign | (4 << form.mantissa_bits) - 1
+    return ~kept, (form.bias - 3) << form.mantissa_bits
+
+
+def _repeated(pattern: int, width: int) -> np.uint64:
+    """``pattern`` of ``width`` bytes in each element of a word."""
+    element = (pattern & ((1 << 8 * width) - 1)).to_bytes(width, "little")
+    return np.uint64(int.from_bytes(element * (_WORD_BYTES // width), "little"))
