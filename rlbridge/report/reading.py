@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,8 +33,55 @@ class _Event(msgspec.Struct):
     args: dict[str, Any] = {}  # msgspec copies a default for each event
 
 
+class _Line(msgspec.Struct):
+    """What every line of metrics has."""
+
+    family: str
+    step: int
+
+
 class _Trace(msgspec.Struct):
     traceEvents: list[_Event]  # noqa: N815 - the format's own name
+
+
+class _Summary(msgspec.Struct):
+    """What the page takes for granted of ``summary.json``: kinds of values. Which keys there are is checked apart."""
+
+    recipe: str | None = None
+    sync_mode: str | None = None
+    seed: int | None = None
+    exit_reason: str | None = None
+    updates: int | None = None
+    reward_first: float | None = None
+    reward_last: float | None = None
+    eval_accuracy_before: float | None = None
+    eval_accuracy: float | None = None
+    agst_s: float | None = None
+    trainer_stall_s_per_update: float | None = None
+    rollout_stall_s_per_update: float | None = None
+    idle_s: dict[str, float] | None = None
+    transfer_s_per_update: float | None = None
+    lower_bound_s: float | None = None
+    bytes_per_update: int | None = None
+    max_staleness: int | None = None
+    max_staleness_seen: int | None = None
+    staleness_seen: dict[int, int] | None = None
+    generated: int | None = None
+    trained: int | None = None
+    dropped: int | None = None
+    queued: int | None = None
+    lost_replicas: list[str] | None = None
+    wall_s: float | None = None
+    tokens_per_s: float | None = None
+
+
+class _Plan(msgspec.Struct):
+    """Likewise of ``plan.json``."""
+
+    bytes_total: int | None = None
+    trainer_egress_bytes: int | None = None
+    bytes_by_stage: dict[str, int] | None = None
+    lower_bound_terms_s: dict[str, float] | None = None
 
 
 def find_run(run: str) -> Path:
@@ -86,16 +134,22 @@ def _read(path: Path, notes: list[str], without: str) -> bytes:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _decode(path: Path, kind: type[_T], notes: list[str], without: str) -> _T | None:
-    """``path`` as JSON of ``kind``, or ``None`` and a note."""
+def _decode(path: Path, shape: type[_T], notes: list[str], without: str) -> tuple[_T, bytes] | None:
+    """``path`` as JSON of this shape, with its bytes; or ``None`` and a note."""
     content = _read(path, notes, without)
-    if not content:
+    if not content and not path.exists():
         return None
     try:
-        return msgspec.json.decode(content, type=kind)
+        return msgspec.json.decode(content, type=shape), content
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         notes.append(f"{path.name} is broken ({error}): {without}.")
         return None
+
+
+def _decode_mapping(path: Path, shape: type[Any], notes: list[str], without: str) -> dict[str, Any] | None:
+    """All of ``path``, once its known values are of the kinds that ``shape`` says."""
+    found = _decode(path, shape, notes, without)
+    return msgspec.json.decode(found[1], type=dict[str, Any]) if found is not None else None
 
 
 def _settings(config: str, notes: list[str]) -> Mapping[str, Any]:
@@ -104,7 +158,10 @@ def _settings(config: str, notes: list[str]) -> Mapping[str, Any]:
     except (OmegaConfBaseException, YAMLError, ValueError) as error:
         notes.append(f"config.yaml is broken ({type(error).__name__}).")
         return {}
-    return {str(name): value for name, value in settings.items()} if isinstance(settings, dict) else {}
+    if not isinstance(settings, dict):
+        notes.append("config.yaml is broken (no mapping).")
+        return {}
+    return {str(name): value for name, value in settings.items()}
 
 
 def _metrics(content: bytes, notes: list[str]) -> dict[str, Lines]:
@@ -113,21 +170,24 @@ def _metrics(content: bytes, notes: list[str]) -> dict[str, Lines]:
     for line in content.splitlines():
         try:
             values = msgspec.json.decode(line, type=dict[str, Any])
-            if not isinstance(values["step"], int):
-                raise TypeError("a step is a whole number")  # noqa: TRY301 - one kind of broken line among three
-            families.setdefault(str(values["family"]), []).append(values)
-        except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError):
+            line_of = msgspec.convert(values, _Line)
+            families.setdefault(line_of.family, []).append({name: v for name, v in values.items() if _is_number(v)})
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             broken += 1
     if broken:
         notes.append(f"metrics.jsonl has {broken} broken line{'s' if broken > 1 else ''} (cut off?), left out here.")
     return dict(families)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
 def _summary(
     path: Path, metrics: Mapping[str, Lines], settings: Mapping[str, Any], notes: list[str]
 ) -> Mapping[str, Any]:
     known = partial_summary(metrics, settings)
-    found = _decode(path, dict[str, Any], notes, "the run was killed or is still running; figures are of its metrics")
+    found = _decode_mapping(path, _Summary, notes, "the run was killed or is still running; figures are of its metrics")
     if found is None:
         return known
     missing = [key for key in SUMMARY_KEYS if key not in found]
@@ -138,7 +198,7 @@ def _summary(
 
 def _spans(path: Path, notes: list[str]) -> dict[str, list[Span]]:
     trace = _decode(path, _Trace, notes, "there is no timeline, and stall is not split by cause")
-    events = trace.traceEvents if trace is not None else []
+    events = trace[0].traceEvents if trace is not None else []
     names = {event.pid: str(event.args.get("name")) for event in events if event.name == "process_name"}
     spans: dict[str, list[Span]] = {}
     for event in events:
@@ -152,4 +212,4 @@ def _spans(path: Path, notes: list[str]) -> dict[str, list[Span]]:
 
 
 def _plan(path: Path, notes: list[str]) -> dict[str, Any]:
-    return _decode(path, dict[str, Any], notes, "bytes are not split by stage") or {}
+    return _decode_mapping(path, _Plan, notes, "bytes are not split by stage") or {}

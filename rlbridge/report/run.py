@@ -59,6 +59,7 @@ class RunData:
 def partial_summary(metrics: Mapping[str, Lines], settings: Mapping[str, Any]) -> dict[str, Any]:
     """What can be said of a run that left no summary: it was killed, or it is still going on."""
     rollout, weights = metrics.get("rollout", ()), metrics.get("weights", ())
+    bound = _setting(settings, "sync", "max_staleness")
     delivered = [line for line in weights if line["step"] > 0 and "transfer_s" in line]
     known: dict[str, Any] = dict.fromkeys(SUMMARY_KEYS)
     known |= {
@@ -66,7 +67,7 @@ def partial_summary(metrics: Mapping[str, Lines], settings: Mapping[str, Any]) -
         "recipe": settings.get("recipe"),
         "sync_mode": _setting(settings, "sync", "mode"),
         "seed": settings.get("seed"),
-        "max_staleness": _setting(settings, "sync", "max_staleness"),
+        "max_staleness": bound if isinstance(bound, int) else None,
         "updates": _last(metrics.get("train", ()), "step") or 0,
         "policy_version": _last(metrics.get("train", ()), "step") or 0,
         "reward_first": rollout[0].get("reward") if rollout else None,

@@ -40,7 +40,7 @@ class Scale:
 def linear(values: Iterable[float], start: float, end: float, *, from_zero: bool = False, whole: bool = False) -> Scale:
     """A scale whose ends are ticks, so that nothing touches the frame by chance; a single value gets room around it."""
     low, high = _extent(values)
-    low = min(low, 0.0) if from_zero else low
+    low, high = (min(low, 0.0), max(high, 0.0)) if from_zero else (low, high)
     if low == high:
         low, high = (0.0, 1.0) if low == 0 else (low - abs(low) / 2, high + abs(high) / 2)
         low, high = (math.floor(low), math.ceil(high)) if whole else (low, high)
