@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rlbridge.sync.layout.dtypes import dtype_name
 from rlbridge.sync.layout.recover import _merged
 from rlbridge.sync.layout.source_map import Box, Opaque
 from rlbridge.sync.layout.spec import CheckpointSpec
-from rlbridge.sync.layout.trace.casts import is_reinterpreted
+from rlbridge.sync.layout.trace.casts import no_copy
 from rlbridge.sync.layout.trace.content import Entry, Made, WidthError, read
 from rlbridge.sync.layout.trace.pieces import MAX_CELLS, Piece, TooIrregularError, rectangles
 from rlbridge.sync.layout.trace.store import Store
@@ -45,21 +44,20 @@ def boxes_of(
     try:
         entries = read(content, row_major, tensor)
         lost = [origin.reason for _, origin in entries if isinstance(origin, Made) and origin.lost]
-        return lost[0] if lost else _expressed(entries, spec, position, name, dtype_name(tensor.dtype))
+        return lost[0] if lost else _expressed(entries, spec, position, name)
     except WidthError:
         return "elements of another width were written into it"
     except TooIrregularError:
         return "its layout is too irregular"
 
 
-def _expressed(entries: list[Entry], spec: CheckpointSpec, position: Mapping[str, int], name: str, dtype: str) -> Found:
+def _expressed(entries: list[Entry], spec: CheckpointSpec, position: Mapping[str, int], name: str) -> Found:
     by_tensor: dict[str, list[Box]] = defaultdict(list)
     opaque = []
     for part, origin in entries:
         if isinstance(origin, Made):
             opaque.append(_opaque(name, part, origin.inputs, origin.reason, position))
-        elif is_reinterpreted(origin.chain) or origin.chain[-1] != dtype:
-            reason = f"bits of {origin.chain[0]} as {dtype}"
+        elif reason := no_copy(origin.chain):
             opaque.append(_opaque(name, part, {origin.tensor}, reason, position))
         else:
             found = by_tensor[origin.tensor]

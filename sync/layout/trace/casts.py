@@ -15,31 +15,35 @@ Chain = tuple[str, ...]
 _AS = "as "
 
 
-def cast(chain: Chain, dtype: torch.dtype) -> Chain | str:
-    """``chain`` continued by a cast to ``dtype``; a text instead if the result is no direct cast of the original."""
+def cast(chain: Chain, dtype: torch.dtype) -> Chain:
+    """``chain`` continued by a cast to ``dtype``. What was only a lossless widening on the way drops out."""
     name = dtype_name(dtype)
-    if chain[-1].startswith(_AS):
-        return chain if chain[-1] == _AS + name else f"cast of its bits read {chain[-1]}"
     if name == chain[-1]:
         return chain
-    if len(chain) == 1:
-        return (*chain, name)
-    if not lossless(chain[-2], chain[-1]):
-        return f"cast through {chain[-1]}"
-    return chain[:1] if name == chain[0] else (chain[0], name)
+    while len(chain) > 1 and not chain[-1].startswith(_AS) and lossless(_dtype(chain[-2]), chain[-1]):
+        chain = chain[:-1]
+    return chain if name == _dtype(chain[-1]) else (*chain, name)
 
 
 def reinterpret(chain: Chain, dtype: torch.dtype) -> Chain:
     """``chain`` whose bits are read as ``dtype``, of the same width."""
     name = dtype_name(dtype)
+    if name == _dtype(chain[-1]):
+        return chain
     if chain[-1].startswith(_AS):
         chain = chain[:-1]
-    return chain if chain[-1] == name else (*chain, _AS + name)
+    return chain if name == _dtype(chain[-1]) else (*chain, _AS + name)
 
 
-def is_reinterpreted(chain: Chain) -> bool:
-    """Whether the bits are read as something else than what was written."""
-    return chain[-1].startswith(_AS)
+def no_copy(chain: Chain) -> str | None:
+    """Why the last value of ``chain`` is not the first one, or that one cast directly; ``None`` if it is."""
+    if any(step.startswith(_AS) for step in chain):
+        return f"bits of {chain[0]} read {next(step for step in chain if step.startswith(_AS))}"
+    return None if len(chain) <= 2 else f"cast through {chain[1]}"
+
+
+def _dtype(step: str) -> str:
+    return step.removeprefix(_AS)
 
 
 @cache

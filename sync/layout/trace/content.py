@@ -121,11 +121,7 @@ def cast_to(entries: Iterable[Entry], dtype: torch.dtype) -> Iterator[Entry]:
     """``entries`` after a cast."""
     for part, origin in entries:
         if isinstance(origin, Copied):
-            chain = cast(origin.chain, dtype)
-            if isinstance(chain, str):
-                yield _placeless(part), Made(frozenset((origin.tensor,)), chain)
-            else:
-                yield part, Copied(origin.tensor, chain)
+            yield part, Copied(origin.tensor, cast(origin.chain, dtype))
         else:
             yield part, origin
 

@@ -20,10 +20,11 @@ from rlbridge.sync.layout.trace.moves import (
     REARRANGING,
     factory,
     name_of,
+    only_moves,
     rearrange,
     to_meta,
 )
-from rlbridge.sync.layout.trace.store import Store
+from rlbridge.sync.layout.trace.store import NotFollowedError, Store
 
 aten = torch.ops.aten
 
@@ -63,7 +64,7 @@ class OperationMode(TorchDispatchMode):
             return func(*args, **kwargs)
         written = traits.written(args, kwargs)
         if all(self.store.is_real(t) for t in tensors) and not any(self._is_live(t) for t in written):
-            return self._for_real(func, args, kwargs, tensors, written)
+            return self._for_real(func, traits, args, kwargs, tensors, written)
         if traits.reads_values:
             for tensor in tensors:
                 self.store.values(tensor, name_of(func))
@@ -75,22 +76,38 @@ class OperationMode(TorchDispatchMode):
         return content is not None and content.live
 
     def _for_real(
-        self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], written: list[torch.Tensor]
+        self,
+        func: Any,
+        traits: _Traits,
+        args: Any,
+        kwargs: Any,
+        tensors: list[torch.Tensor],
+        written: list[torch.Tensor],
     ) -> Any:
-        """Run an operation whose operands all have true values, and remember what its results depend on."""
+        """Run an operation whose operands all have true values, and record what it does as well."""
         names = frozenset[str]().union(*(self.store.inputs(t) for t in tensors))
-        if names and _traits(func).reads_values:
+        if not names:
+            return func(*args, **kwargs)
+        if traits.reads_values:
             for tensor in tensors:
                 self.store.values(tensor, name_of(func))
-        result = func(*args, **kwargs)
-        if names:
-            known = {t.untyped_storage()._cdata for t in tensors}
-            fresh = [t for t in _tensors((result,), {}) if t.untyped_storage()._cdata not in known]
-            for tensor in (*written, *fresh):
-                content = self.store.adopt(tensor, real=True)
-                real = content.real
+            return func(*args, **kwargs)
+        failure = self.store.failure
+        try:
+            shadow = self._record(func, traits, args, kwargs, tensors, written)
+        except NotFollowedError:
+            self.store.failure, shadow = failure, None
+            for tensor in written:
                 self.store.lose(tensor, names, f"{name_of(func)} of values that the loader reads")
-                content.real = real
+        result = func(*args, **kwargs)
+        for tensor in written:
+            self.store.adopt(tensor).real = True
+        known = {t.untyped_storage()._cdata for t in tensors}
+        shadows = list(_tensors((shadow,), {}))
+        for i, tensor in enumerate(_tensors((result,), {})):
+            if tensor.untyped_storage()._cdata not in known:
+                like = shadows[i] if i < len(shadows) else None
+                self.store.give_values(tensor, like, names, f"{name_of(func)} of values that the loader reads")
         return result
 
     def _record(
@@ -107,20 +124,17 @@ class OperationMode(TorchDispatchMode):
         plain = {k: v for k, v in kwargs.items() if k != "out"} if isinstance(out, torch.Tensor) else kwargs
         if packet in MOVES:
             result = MOVES[packet](self.store, func, *args, **plain)
-        if result is None and packet in REARRANGING and out is None and self._can_rearrange(tensors, args):
+        moves = (packet in MOVES or packet in REARRANGING) and only_moves(self.store, func, args, kwargs)
+        if result is None and moves and packet in REARRANGING and out is None:
             result = rearrange(self.store, func, args, kwargs)
         if packet is aten._foreach_copy_:
             return None
         if result is None:
-            return self._compute(func, traits, args, kwargs, tensors, written)
+            return self._compute(func, traits, args, kwargs, tensors, written, irregular=moves)
         if isinstance(out, torch.Tensor):
             self.store.copy(out, result.expand(out.shape), name_of(func))
             return out
         return result
-
-    def _can_rearrange(self, tensors: list[torch.Tensor], args: Any) -> bool:
-        selectors = [t for t in tensors if not t.dtype.is_floating_point]
-        return not self.store.reached and all(not self.store.inputs(t) or t is args[0] for t in selectors)
 
     def _compute(
         self,
@@ -130,6 +144,8 @@ class OperationMode(TorchDispatchMode):
         kwargs: Any,
         tensors: list[torch.Tensor],
         written: list[torch.Tensor],
+        *,
+        irregular: bool,
     ) -> Any:
         """Find the shapes of the results, and record what they are computed from."""
         op = name_of(func)
@@ -144,7 +160,9 @@ class OperationMode(TorchDispatchMode):
         pointwise = traits.pointwise and len(sources) == 1
 
         def record(into: torch.Tensor) -> None:
-            if pointwise and torch.broadcast_shapes(into.shape, sources[0].shape) == into.shape:
+            if irregular:
+                self.store.lose(into, names, f"{op} is too irregular to follow")
+            elif pointwise and torch.broadcast_shapes(into.shape, sources[0].shape) == into.shape:
                 self.store.map(into, sources[0].expand(into.shape), op)
             else:
                 self.store.compute(into, names, op)
@@ -175,7 +193,7 @@ class OperationMode(TorchDispatchMode):
         results: list[Any] = []
         for returned in traits.returned:
             if "Work" in returned:
-                results.append(FakeWork())
+                results.append(FakeWork().boxed())
             else:
                 results.append(args[0])
         return results[0] if len(results) == 1 else tuple(results)

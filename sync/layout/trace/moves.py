@@ -241,12 +241,13 @@ REARRANGING = {
 }
 """Operations that only move elements or put constants: small ones are followed by moving numbers instead."""
 
+_FILLINGS = {"value", "self", "other"}
 _SELECTORS = {"index", "indices", "mask", "condition", "repeats"}
 
 
 def rearrange(store: Store, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Run a ``REARRANGING`` operation on numbers that stand for elements; ``None`` if it is too large for that."""
-    named = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+    named = arguments(func, args, kwargs)
     data = {k: v for k, v in named.items() if isinstance(v, torch.Tensor) and k not in _SELECTORS}
     if any(t.numel() > SMALL for t in data.values()):
         return None
@@ -260,7 +261,7 @@ def rearrange(store: Store, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
             shapes[k] = TensorSpec(tuple(tensor.shape), "int64")
             following += tensor.numel()
     # Constants that are filled in are no elements: number 0.
-    fixed = {k: 0 if k == "value" and not isinstance(v, torch.Tensor) else v for k, v in named.items()}
+    fixed = {k: 0 if k in _FILLINGS and isinstance(v, int | float) else v for k, v in named.items()}
     moved = func(**fixed | {k: v.clone() for k, v in numbers.items()})
     if not isinstance(moved, torch.Tensor) or moved.numel() > SMALL:
         return None
@@ -276,6 +277,24 @@ def rearrange(store: Store, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
         return out
     store.copy(first, out, name_of(func))
     return first
+
+
+def only_moves(store: Store, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation of ``MOVES`` or ``REARRANGING`` only moves, and in the same way for any values."""
+    named = arguments(func, args, kwargs)
+    if named.get("accumulate") or "reduce" in named:
+        return False
+    selectors = [t for k, v in named.items() if k in _SELECTORS for t in _flat(v)]
+    return not store.reached and all(not store.inputs(t) for t in selectors)
+
+
+def arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by the names that the schema gives them."""
+    return {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+
+
+def _flat(value: Any) -> list[torch.Tensor]:
+    return [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
 
 
 def _destination(out: torch.Tensor, box: Box) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -44,8 +44,10 @@ def trace(spec: CheckpointSpec, load_weights: LoadWeights, live_tensors: LiveTen
 
     The checkpoint tensors have shapes and dtypes but no memory; no live tensor is written to, and no message is sent
     to another rank. Where the loader reads values (``item``, ``tolist``, operations whose result has a shape that
-    depends on them), it is run again with real tensors of that kind, filled with ones, and whatever they reach is
-    left untraced. What it decides in Python from such values cannot be seen in full: verify such a layout.
+    depends on them), it is run again with real tensors of that kind, filled with ones. What is then computed, or
+    chosen by index, is left untraced, and so is what a loader writes between reading values and asking for its next
+    tensor. A loader that first collects all tensors and then decides in Python where they go is believed to go the
+    same way for all values: verify such a layout.
 
     Args:
         spec: the checkpoint that the loader understands.
@@ -56,7 +58,7 @@ def trace(spec: CheckpointSpec, load_weights: LoadWeights, live_tensors: LiveTen
     Raises:
         LayoutError: live tensors overlap in part, or the loader replaced one so that it cannot be given back.
     """
-    real: dict[str, str] = {}
+    real: set[str] = set()
     failed = ""
     for _ in range(1 + _MAX_RERUNS):
         store = Store()
@@ -67,11 +69,11 @@ def trace(spec: CheckpointSpec, load_weights: LoadWeights, live_tensors: LiveTen
             if error is None:
                 return _collect(store, spec, expected, live_tensors())
         failed = str(error)
-        wanted = set() if store.failure is None else store.failure.names - set(real)
+        wanted = set() if store.failure is None else store.failure.names - real
         if store.failure is None or not wanted:
             break
         kinds = {kind(name) for name in wanted}
-        real |= {name: store.failure.reason for name in spec.tensors if kind(name) in kinds}
+        real |= {name for name in spec.tensors if kind(name) in kinds}
     return Traced(untraced=dict.fromkeys(expected, failed))
 
 
@@ -99,7 +101,7 @@ def _load(
     spec: CheckpointSpec,
     load_weights: LoadWeights,
     live_tensors: LiveTensors,
-    real: Mapping[str, str],
+    real: Set[str],
 ) -> Exception | None:
     """Run the loader; the error that kept it from being followed, if any."""
     for tensor in live_tensors().values():
@@ -114,13 +116,13 @@ def _load(
     return store.failure
 
 
-def _weights(store: Store, spec: CheckpointSpec, real: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(store: Store, spec: CheckpointSpec, real: Set[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """The checkpoint, each tensor made when asked for."""
     for name, tensor in spec.tensors.items():
         store.next_tensor()
         # The loader's modes are on while this runs.
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            made = store.stand_in(name, tensor, real[name]) if name in real else store.checkpoint(name, tensor)
+            made = store.stand_in(name, tensor) if name in real else store.checkpoint(name, tensor)
         yield name, made
         del made
     store.next_tensor(last=True)
@@ -193,8 +195,14 @@ def _same(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
 
 
 def _point(tensor: torch.Tensor, alias: torch.Tensor) -> None:
-    if not _same(tensor, alias):
+    if _same(tensor, alias):
+        return
+    if tensor.device == alias.device:
         tensor.data = alias
+    else:
+        # Only the whole Python object can change its device. Nothing else refers to ``old``.
+        old = type(tensor)(alias, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else alias.detach()
+        torch.utils.swap_tensors(tensor, old)
 
 
 def _replace(name: str, alias: torch.Tensor, live_tensors: LiveTensors) -> bool:

@@ -96,13 +96,13 @@ class Store:
         content.entries = whole(name, tensor.numel(), spec.dtype)
         return tensor
 
-    def stand_in(self, name: str, spec: TensorSpec, reason: str) -> torch.Tensor:
-        """A checkpoint tensor with memory, for loaders that read its values; nothing made from it is believed."""
+    def stand_in(self, name: str, spec: TensorSpec) -> torch.Tensor:
+        """A checkpoint tensor with memory, for loaders that read its values."""
         dtype = torch_dtype(spec.dtype)
         tensor = torch.zeros(spec.shape, dtype=dtype)
         if dtype.is_floating_point:
             tensor = torch.ones(spec.shape).to(dtype)  # a zero would be a bad divisor, a one a bad index
-        self.adopt(tensor, real=True).entries = made(tensor, Made(frozenset((name,)), reason, lost=True))
+        self.adopt(tensor, real=True).entries = whole(name, tensor.numel(), spec.dtype)
         return tensor
 
     def blank(
@@ -192,6 +192,16 @@ class Store:
             content.entries = []
             overwrite(content, everything, self._unclear(everything, lost, op, error))
 
+    def give_values(self, real: torch.Tensor, like: torch.Tensor | None, names: frozenset[str], reason: str) -> None:
+        """Say that ``real``, which has true values, is what ``like``, which has none, was recorded to be."""
+        known = None if like is None else self.of(like)
+        content = self.adopt(real)
+        if like is not None and known is not None and _alike(real, like):
+            content.unit, content.entries = known.unit, list(known.entries)
+        else:
+            self.lose(real, names, reason)
+        content.real = True
+
     # --- values ---
 
     def values(self, tensor: torch.Tensor, op: str) -> None:
@@ -228,6 +238,11 @@ class Store:
     def _unclear(into: torch.Tensor, names: frozenset[str], op: str, error: Exception) -> list[Entry]:
         why = "views elements of another width" if isinstance(error, WidthError) else "is too irregular to follow"
         return made(into, Made(names, f"{op} {why}", lost=True)) if names else []
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    layouts = [(t.shape, t.stride(), t.storage_offset(), t.dtype) for t in (a, b)]
+    return layouts[0] == layouts[1]
 
 
 def kind(name: str) -> str:
