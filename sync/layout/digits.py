@@ -7,33 +7,17 @@ So a tensor is made by repeating few values, without arithmetic on its elements.
 from __future__ import annotations
 
 import math
-import sys
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rlbridge.sync.layout.alphabet import Alphabet, can_carry_digits
 from rlbridge.sync.layout.dtypes import bits_dtype, torch_dtype
-from rlbridge.sync.layout.elements import count_ids, first_ids
+from rlbridge.sync.layout.elements import Ids, count_ids, first_ids
+from rlbridge.sync.layout.scratch import Scratch
 from rlbridge.sync.layout.spec import CheckpointSpec
-
-
-class Scratch:
-    """Memory for one tensor at a time, used again once nobody holds the tensor before it.
-
-    Fresh memory costs more than the values in it: each page is a fault.
-    """
-
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor ``[numel]``."""
-        size_bytes = numel * dtype.itemsize
-        # A tensor's storage holds a reference to the array; without one the count is this attribute and the argument.
-        if sys.getrefcount(self._memory) > 2 or self._memory.nbytes < size_bytes:
-            self._memory = np.empty(size_bytes, np.uint8)
-        return torch.from_numpy(self._memory[:size_bytes]).view(dtype)
 
 
 class Digits:
@@ -52,12 +36,22 @@ class Digits:
         dtype, numel = torch_dtype(spec.dtype), math.prod(spec.shape)
         if not can_carry_digits(dtype):
             return torch.zeros(spec.shape, dtype=dtype)
-        bits = self._scratch.empty(numel, bits_dtype(dtype.itemsize))
+        bits = torch.from_numpy(self._scratch.bytes(numel * dtype.itemsize)).view(bits_dtype(dtype.itemsize))
         if index == 0:
             self._fill_cycle(bits, dtype, self.firsts[name])
         else:
             self._fill_blocks(bits, dtype, self.firsts[name], index)
         return bits.view(dtype).view(spec.shape)
+
+    def ids(self, digits: Sequence[NDArray[np.int64]]) -> Ids:
+        """The ids that have these ``digits``, lowest first and -1 for none: 0 where there is no such id."""
+        ids, none = np.zeros_like(digits[0]), np.zeros(digits[0].shape, np.bool_)
+        for index, values in enumerate(digits):
+            none |= values < 0
+            if index < self.passes:
+                ids += values << (self.alphabet.bits * index)
+        ids[none | (ids > self.total)] = 0
+        return ids
 
     def _fill_cycle(self, bits: torch.Tensor, dtype: torch.dtype, first: int) -> None:
         base = self.alphabet.base

@@ -12,12 +12,12 @@ from rlbridge.sync.layout.guess import guess_boxes
 from rlbridge.sync.layout.live import LiveTensors, restored, tied_names
 from rlbridge.sync.layout.loading import AnyRank, Loader, LoadWeights
 from rlbridge.sync.layout.opaque import settle, settle_copies
-from rlbridge.sync.layout.probe import probe
+from rlbridge.sync.layout.probe import can_be_probed, probe
 from rlbridge.sync.layout.reload import close_over_reload
 from rlbridge.sync.layout.source_map import Box, SourceMap
 from rlbridge.sync.layout.spec import CheckpointSpec
 from rlbridge.sync.layout.trace import trace
-from rlbridge.sync.layout.verify import Claims, verify
+from rlbridge.sync.layout.verify import Claims, Verdict, verify
 from rlbridge.transport.errors import LayoutError, RlbridgeError
 
 Method = Literal["auto", "trace", "probe"]
@@ -103,7 +103,7 @@ def _claims(loader: Loader, method: Method, seed: int) -> tuple[Claims, dict[str
             + '\nUse method="auto", which probes them.'
         )
     if loader.any_rank(bool(reasons)):
-        found = _probed(loader, reasons, seed)
+        found = settle(loader, *_probed(loader, reasons, seed), seed)
         known = Claims(known.boxes | found.boxes, {}, known.opaque | found.opaque)
     return known, {} if method == "probe" else reasons
 
@@ -122,20 +122,24 @@ def _traced(loader: Loader, method: Method) -> tuple[Claims, dict[str, str]]:
     return claims, {name: why for name, why in found.untraced.items() if name in loader.runtime}
 
 
-def _probed(loader: Loader, wanted: Iterable[str], seed: int) -> Claims:
-    """Probe the runtime tensors ``wanted`` and prove what was read."""
-    wanted = list(wanted)
-    claims = _read_claims(loader, wanted)
-    verdicts = verify(loader, claims, seed)
-    return settle(loader, claims, verdicts, seed)
-
-
-def _read_claims(loader: Loader, wanted: list[str], names: list[str] | None = None) -> Claims:
-    readings = probe(loader, wanted, names)
-    boxes = guess_boxes(loader.spec, loader.runtime, readings)
+def _probed(
+    loader: Loader, wanted: Iterable[str], seed: int, names: list[str] | None = None
+) -> tuple[Claims, dict[str, Verdict]]:
+    """Probe the runtime tensors ``wanted``, and what random values say of the claims; ``names``: what is loaded."""
+    wanted = set(wanted)
+    guesses = guess_boxes(loader, wanted, names)
+    readable = wanted & can_be_probed(loader.spec, loader.live()).keys()
     # What cannot hold digits is claimed to hold no copy, which the proof confirms or makes opaque.
-    boxes |= {name: [] for name in wanted if name not in readings}
-    return Claims(boxes, {name: reading for name, reading in readings.items() if name not in boxes})
+    claims = Claims(guesses | {name: [] for name in wanted - readable})
+    verdicts = verify(loader, claims, seed, names)
+    unclear = readable & ((wanted - guesses.keys()) | verdicts.keys())
+    if not loader.any_rank(bool(unclear)):
+        return claims, verdicts
+    read = Claims({}, probe(loader, unclear, names))
+    settled = claims.only(wanted - unclear)
+    verdicts = {name: verdict for name, verdict in verdicts.items() if name not in unclear}
+    verdicts |= verify(loader, read, seed, names)
+    return Claims(settled.boxes, read.readings), verdicts
 
 
 def _tied_aliases(loader: Loader, claims: Claims, seed: int) -> list[Box]:
@@ -154,11 +158,10 @@ def _tied_aliases(loader: Loader, claims: Claims, seed: int) -> list[Box]:
     left_out = set(loader.on_any_rank(winners if hidden else set()))
     names = [name for name in loader.spec.tensors if name not in left_out]
     try:
-        found = _read_claims(loader, [name for name in loader.runtime if name in tied], names)
+        found, verdicts = _probed(loader, tied, seed, names)
     except RlbridgeError:
         raise
     except Exception:  # a backend that wants the whole checkpoint shows one name only; who needs the other is told
         return []
-    verdicts = verify(loader, found, seed, names)
     proved, _ = settle_copies(loader, found, verdicts)
     return [box for boxes in proved.values() for box in boxes if box.tensor in hidden]

@@ -1,26 +1,27 @@
-"""The usual layouts without an id per element: rectangles are guessed from few elements and compared as a whole.
+"""The usual layouts from few elements: rectangles are guessed, and the proof by random values tells if all fits.
 
-Runtime tensors are cut along each axis where the ids along its edge stop being equally far apart; each cell is then
-taken for one rectangle of one checkpoint tensor, and every element of it is compared with the digits that the guess
-says. A tensor with a wrong guess in it is no rectangle, and is left to :mod:`~rlbridge.sync.layout.recover`.
+After the first pass a runtime tensor is cut along each of its edges where the digits stop being equally far apart.
+Each cell between the cuts is taken for a rectangle, so the ids of its corner and of the corner's neighbours say it all.
+What turns out to be no such rectangles is read in full and left to :mod:`~rlbridge.sync.layout.recover`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from rlbridge.sync.layout.dtypes import bit_view
-from rlbridge.sync.layout.elements import Ids, row_major_strides
-from rlbridge.sync.layout.live import box_of, box_values
-from rlbridge.sync.layout.probe import Reading
+from rlbridge.sync.layout.digits import Digits
+from rlbridge.sync.layout.elements import row_major_strides
+from rlbridge.sync.layout.loading import Loader
+from rlbridge.sync.layout.probe import can_be_probed, digits_for, run_passes
 from rlbridge.sync.layout.source_map import Box
-from rlbridge.sync.layout.spec import CheckpointSpec, TensorSpec
+from rlbridge.sync.layout.spec import CheckpointSpec
 
 _MAX_CELLS = 4096
 
@@ -32,7 +33,7 @@ class _Cell:
     Attributes:
         offset: its first element, row-major.
         count, strides: per runtime dimension.
-        first: id of its first element, 0 for none.
+        first: id of its first element.
         deltas: per runtime dimension, how much the id grows from one element to the next.
     """
 
@@ -43,70 +44,78 @@ class _Cell:
     deltas: tuple[int, ...]
 
 
-def guess_boxes(
-    spec: CheckpointSpec, runtime: Mapping[str, TensorSpec], readings: Mapping[str, Reading]
-) -> dict[str, list[Box]]:
-    """Runtime tensor to its boxes, for those of ``readings`` that consist of rectangles and constants."""
-    names = [name for name in spec.tensors if 0 not in spec.tensors[name].shape]
-    guesses: dict[str, list[Box]] = {}
-    for runtime_name, reading in readings.items():
-        starts = np.array([reading.digits.firsts[name] for name in names], np.int64)
-        boxes = _guess(spec, names, starts, runtime_name, runtime[runtime_name].shape, reading)
+def guess_boxes(loader: Loader, wanted: Iterable[str], names: Iterable[str] | None = None) -> dict[str, list[Box]]:
+    """Load digits for all checkpoint tensors, or for ``names``, and guess the boxes of the runtime tensors ``wanted``.
+
+    Overwrites the live tensors. Tensors that cannot be rectangles, or cannot hold digits, are left out.
+    """
+    digits, live = digits_for(loader), can_be_probed(loader.spec, loader.live())
+    readers = {name: _EdgeReader(digits) for name in wanted if name in live}
+    run_passes(loader, digits, readers, names)
+    sources = [name for name in loader.spec.tensors if 0 not in loader.spec.tensors[name].shape]
+    starts = np.array([digits.firsts[name] for name in sources], np.int64)
+    guesses = {}
+    for name, reader in readers.items():
+        boxes = _boxes(loader.spec, sources, starts, name, reader.cells())
         if boxes is not None:
-            guesses[runtime_name] = boxes
-    wrong = _wrong_guesses(guesses, readings)
-    return {name: boxes for name, boxes in guesses.items() if name not in wrong}
+            guesses[name] = boxes
+    return guesses
 
 
-def _guess(
-    spec: CheckpointSpec, names: Sequence[str], starts: Ids, runtime: str, shape: tuple[int, ...], reading: Reading
-) -> list[Box] | None:
-    boxes = []
-    cells = _cells(shape, reading, starts)
-    if cells is None:
-        return None
-    for cell in cells:
-        if cell.first == 0:
-            if not _is_constant(reading, cell):
-                return None
-            continue
-        name = names[int(np.searchsorted(starts, cell.first, side="right")) - 1]
-        box = _as_box(runtime, name, spec.tensors[name].shape, cell.first - reading.digits.firsts[name], cell)
-        if box is None:
+class _EdgeReader:
+    """Cuts a runtime tensor at the first pass, and reads a corner of each cell and its neighbours at each."""
+
+    def __init__(self, digits: Digits) -> None:
+        self._digits = digits
+        self._areas: list[tuple[tuple[int, int], ...]] = []
+        self._strides: tuple[int, ...] = ()
+        self._places: NDArray[np.int64] | None = None  # [cells, 1 + dimensions]
+        self._read: list[NDArray[np.int64]] = []
+
+    def read(self, tensor: torch.Tensor) -> None:
+        flat = tensor.reshape(-1)
+        if self._places is None:
+            self._places = self._cut(flat, tuple(tensor.shape))
+        self._read.append(self._sample(flat, self._places.reshape(-1)).reshape(self._places.shape))
+
+    def _sample(self, flat: torch.Tensor, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        alphabet = self._digits.alphabet
+        return alphabet.decode(flat.dtype, alphabet.read(flat[torch.from_numpy(places).to(flat.device)]))
+
+    def _cut(self, flat: torch.Tensor, shape: tuple[int, ...]) -> NDArray[np.int64]:
+        self._strides = row_major_strides(shape)
+        lines = [np.arange(n, dtype=np.int64) * stride for n, stride in zip(shape, self._strides, strict=True)]
+        cuts = [_runs(self._sample(flat, line), self._digits.alphabet.base) for line in lines]
+        if math.prod(len(cut) for cut in cuts) <= _MAX_CELLS:
+            self._areas = list(itertools.product(*cuts))
+        places = np.zeros((len(self._areas), 1 + len(shape)), np.int64)
+        for i, area in enumerate(self._areas):
+            corner = sum(begin * stride for (begin, _), stride in zip(area, self._strides, strict=True))
+            nexts = (stride if end - begin > 1 else 0 for (begin, end), stride in zip(area, self._strides, strict=True))
+            places[i] = [corner, *(corner + more for more in nexts)]
+        return places
+
+    def cells(self) -> list[_Cell] | None:
+        """Those that have ids; ``None``: there are too many cells, or none has any."""
+        if self._places is None or not self._areas:
             return None
-        boxes.append(box)
-    return boxes
+        ids = self._digits.ids(self._read)
+        return [
+            _Cell(
+                int(places[0]),
+                tuple(end - begin for begin, end in area),
+                self._strides,
+                int(found[0]),
+                tuple(int(neighbour - found[0]) for neighbour in found[1:]),
+            )
+            for area, places, found in zip(self._areas, self._places, ids, strict=True)
+            if found[0] > 0
+        ] or None
 
 
-def _cells(shape: tuple[int, ...], reading: Reading, starts: Ids) -> list[_Cell] | None:
-    strides = row_major_strides(shape)
-    lines = [reading.at(np.arange(n, dtype=np.int64) * stride) for n, stride in zip(shape, strides, strict=True)]
-    cuts = [_runs(line, starts) for line in lines]
-    if any(cut is None for cut in cuts) or math.prod(len(cut or ()) for cut in cuts) > _MAX_CELLS:
-        return None
-    areas = list(itertools.product(*(cut for cut in cuts if cut is not None)))
-    offsets = np.array([sum(a * s for (a, _), s in zip(area, strides, strict=True)) for area in areas], np.int64)
-    first = reading.at(offsets)
-    nexts = []
-    for d, stride in enumerate(strides):
-        longer = np.array([area[d][1] - area[d][0] > 1 for area in areas])
-        nexts.append(np.where(longer, reading.at(offsets + longer * stride) - first, 0))
-    return [
-        _Cell(
-            int(offsets[i]),
-            tuple(stop - start for start, stop in area),
-            strides,
-            int(first[i]),
-            tuple(int(delta[i]) for delta in nexts),
-        )
-        for i, area in enumerate(areas)
-    ]
-
-
-def _runs(line: Ids, starts: Ids) -> list[tuple[int, int]] | None:
-    """Cut a line of ids into runs of one tensor that are equally far apart, or of no ids; ``None``: too many."""
-    owner = np.where(line > 0, np.searchsorted(starts, line, side="right"), 0)
-    steps, together = np.diff(line), owner[1:] == owner[:-1]
+def _runs(line: NDArray[np.int64], base: int) -> list[tuple[int, int]]:
+    """Cut a line of digits (-1: none) into runs that are equally far apart, or of none."""
+    steps, together = np.diff(line) % base, (line[1:] < 0) == (line[:-1] < 0)
     ends = np.append(np.flatnonzero((steps[1:] != steps[:-1]) | ~together[1:]) + 1, len(steps))
     runs, at = [], 0
     while at < line.size:
@@ -114,18 +123,45 @@ def _runs(line: Ids, starts: Ids) -> list[tuple[int, int]] | None:
         if at < len(steps) and together[at]:
             stop = int(ends[np.searchsorted(ends, at, side="right")]) + 1
         runs.append((at, stop))
-        if len(runs) > _MAX_CELLS:
-            return None
         at = stop
     return runs
 
 
-def _is_constant(reading: Reading, cell: _Cell) -> bool:
-    for plane in reading.planes:
-        part = torch.as_strided(plane, cell.count, cell.strides, cell.offset)
-        if not bool((part == plane[cell.offset]).all()):
-            return False
-    return True
+def _boxes(
+    spec: CheckpointSpec, names: Sequence[str], starts: NDArray[np.int64], runtime: str, cells: list[_Cell] | None
+) -> list[Box] | None:
+    """The cells as boxes, cut where one checkpoint tensor ends and the next one follows."""
+    if cells is None:
+        return None
+    boxes, waiting = [], cells[::-1]
+    while waiting:
+        cell = waiting.pop()
+        source = int(np.searchsorted(starts, cell.first, side="right")) - 1
+        shape, first = spec.tensors[names[source]].shape, int(starts[source])
+        parts = _cut_at(cell, first + math.prod(shape))
+        if parts is not None:
+            waiting += parts
+            continue
+        box = _as_box(runtime, names[source], shape, cell.first - first, cell)
+        if box is None or len(boxes) > _MAX_CELLS:
+            return None
+        boxes.append(box)
+    return boxes
+
+
+def _cut_at(cell: _Cell, end: int) -> list[_Cell] | None:
+    """The part of ``cell`` behind id ``end`` and the one before it, if it goes that far and can be cut there."""
+    last = cell.first + sum((n - 1) * delta for n, delta in zip(cell.count, cell.deltas, strict=True))
+    if last < end or not cell.count:
+        return None
+    d = max(range(len(cell.count)), key=lambda d: cell.deltas[d])
+    keep = -(-(end - cell.first) // max(1, cell.deltas[d]))
+    if not 0 < keep < cell.count[d]:
+        return None
+    before, behind = list(cell.count), list(cell.count)
+    before[d], behind[d] = keep, cell.count[d] - keep
+    offset, first = cell.offset + keep * cell.strides[d], cell.first + keep * cell.deltas[d]
+    return [replace(cell, offset=offset, first=first, count=tuple(behind)), replace(cell, count=tuple(before))]
 
 
 _Dim = tuple[int, int, int]
@@ -171,24 +207,3 @@ def _joined(dims: list[_Dim]) -> _Dim | None:
             return None
         count *= outer[0]
     return count, step, stride
-
-
-def _wrong_guesses(guesses: Mapping[str, list[Box]], readings: Mapping[str, Reading]) -> set[str]:
-    """Runtime tensors that some element says otherwise of; one checkpoint tensor exists at a time."""
-    by_tensor: dict[str, list[Box]] = {}
-    for box in itertools.chain.from_iterable(guesses.values()):
-        by_tensor.setdefault(box.tensor, []).append(box)
-    wrong: set[str] = set()
-    for name, boxes in by_tensor.items():
-        for index in range(max(len(readings[box.runtime].planes) for box in boxes)):
-            waiting = [box for box in boxes if box.runtime not in wrong]
-            values = readings[boxes[0].runtime].digits.tensor(name, index) if waiting else None
-            wrong |= {box.runtime for box in waiting if not _fits(box, values, readings[box.runtime], index)}
-    return wrong
-
-
-def _fits(box: Box, values: torch.Tensor | None, reading: Reading, index: int) -> bool:
-    if values is None:
-        return True
-    expected = reading.digits.alphabet.read(box_values(box, values).to(reading.dtype)).view(box.count)
-    return torch.equal(bit_view(expected), bit_view(box_of(box, reading.planes[index])))

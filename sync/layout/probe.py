@@ -1,18 +1,19 @@
 """The probe: load numbers that say which element they are through the backend's own loader and read where they land.
 
 An element's id travels as digits, one per pass. Before the first pass the live tensors are filled with a value that is
-no digit, so what the loader leaves alone is told from data. What was read is kept as it is, a few bytes per element,
-and turned into ids only for the tensors that are no plain rectangles.
+no digit, so what the loader leaves alone is told from data. Usually few elements are read
+(:mod:`~rlbridge.sync.layout.guess`); where that is not enough, all are kept as they were read, a few bytes each, and
+turned into ids one runtime tensor at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from rlbridge.sync.layout.alphabet import Alphabet, can_carry_digits
 from rlbridge.sync.layout.digits import Digits
@@ -38,55 +39,69 @@ class Reading:
     digits: Digits
     planes: list[torch.Tensor]
 
-    def at(self, places: NDArray[np.int64]) -> Ids:
-        """Ids of the elements at ``places`` (``[n]``): 0 where there is none, arbitrary for what is no copy."""
-        index = torch.from_numpy(np.ascontiguousarray(places))
-        return self._decode([plane[index] for plane in self.planes])
-
     def ids(self) -> Ids:
-        """Ids of all elements, ``[M]``."""
+        """Ids of all elements, ``[M]``: 0 where there is none, arbitrary for what is no copy."""
         found = np.empty(self.planes[0].numel(), np.int64)
+        alphabet = self.digits.alphabet
         for at in range(0, found.size, _CHUNK):
-            found[at : at + _CHUNK] = self._decode([plane[at : at + _CHUNK] for plane in self.planes])
+            part = slice(at, at + _CHUNK)
+            found[part] = self.digits.ids([alphabet.decode(self.dtype, plane[part]) for plane in self.planes])
         return found
 
-    def _decode(self, planes: list[torch.Tensor]) -> Ids:
-        alphabet = self.digits.alphabet
-        ids = np.zeros(planes[0].numel(), np.int64)
-        none = np.zeros(ids.size, np.bool_)
-        for index, plane in enumerate(planes):
-            digits = alphabet.decode(self.dtype, plane)
-            none |= digits < 0
-            ids += digits << (alphabet.bits * index)
-        ids[none | (ids > self.digits.total)] = 0
-        return ids
+
+class Reader(Protocol):
+    """Takes what it needs of one runtime tensor after each pass."""
+
+    def read(self, tensor: torch.Tensor) -> None: ...
+
+
+class _WholeReader:
+    def __init__(self, dtype: torch.dtype, digits: Digits) -> None:
+        self.reading = Reading(dtype, digits, [])
+
+    def read(self, tensor: torch.Tensor) -> None:
+        self.reading.planes.append(self.reading.digits.alphabet.read(tensor))
 
 
 def probe(loader: Loader, wanted: Iterable[str], names: Iterable[str] | None = None) -> dict[str, Reading]:
-    """Load digits for all checkpoint tensors, or for ``names``, and read the runtime tensors ``wanted``.
+    """Load digits for all checkpoint tensors, or for ``names``, and read all of the runtime tensors ``wanted``.
 
     Overwrites the live tensors. Runtime tensors that cannot hold digits are left out.
     """
-    names = list(loader.spec.tensors if names is None else names)
+    live, digits = can_be_probed(loader.spec, loader.live()), digits_for(loader)
+    readers = {name: _WholeReader(live[name].dtype, digits) for name in wanted if name in live}
+    run_passes(loader, digits, readers, names)
+    return {name: reader.reading for name, reader in readers.items()}
+
+
+def digits_for(loader: Loader) -> Digits:
+    """Digits that every dtype on the way holds."""
+    dtypes = {torch_dtype(tensor.dtype) for tensor in loader.spec.tensors.values()}
     live = can_be_probed(loader.spec, loader.live())
-    digits = Digits(loader.spec, Alphabet.of(_dtypes_on_the_way(loader, live)))
-    readings = {name: Reading(live[name].dtype, digits, []) for name in wanted if name in live}
-    fill_poison(live, digits.alphabet)
+    return Digits(loader.spec, Alphabet.of(dtypes | {tensor.dtype for tensor in live.values()}))
+
+
+def run_passes(
+    loader: Loader, digits: Digits, readers: Mapping[str, Reader], names: Iterable[str] | None = None
+) -> None:
+    """Load all digits of all ids, one after the other; ``readers``: runtime tensor to its reader."""
+    names = list(loader.spec.tensors if names is None else names)
     index = 0
     # Ranks may need different numbers of passes, since they may hold tensors of different dtypes.
     while loader.any_rank(index < digits.passes):
-        read_pass(loader, digits, index, readings, names)
+        run_pass(loader, digits, index, readers, names)
         index += 1
-    return readings
 
 
-def read_pass(
-    loader: Loader, digits: Digits, index: int, readings: dict[str, Reading], names: Iterable[str] | None = None
+def run_pass(
+    loader: Loader, digits: Digits, index: int, readers: Mapping[str, Reader], names: Iterable[str] | None = None
 ) -> None:
-    """Load one digit of every id and keep what lands in the tensors of ``readings``."""
+    """One pass. What the loader leaves alone still holds the poison in later passes, so it is filled in once."""
+    if index == 0:
+        fill_poison(can_be_probed(loader.spec, loader.live()), digits.alphabet)
     live = loader.load(lambda name: digits.tensor(name, index), names)
-    for name, reading in readings.items():
-        reading.planes.append(digits.alphabet.read(live[name]))
+    for name, reader in readers.items():
+        reader.read(live[name])
 
 
 def fill_poison(live: dict[str, torch.Tensor], alphabet: Alphabet) -> None:
@@ -113,7 +128,3 @@ def can_be_probed(spec: CheckpointSpec, live: dict[str, torch.Tensor]) -> dict[s
         for name, tensor in live.items()
         if can_carry_digits(tensor.dtype) and (tensor.dtype.is_floating_point or integers)
     }
-
-
-def _dtypes_on_the_way(loader: Loader, live: dict[str, torch.Tensor]) -> set[torch.dtype]:
-    return {torch_dtype(tensor.dtype) for tensor in loader.spec.tensors.values()} | {t.dtype for t in live.values()}

@@ -11,16 +11,17 @@ import torch
 
 from rlbridge.sync.layout.alphabet import float_format
 from rlbridge.sync.layout.dtypes import bits_dtype, torch_dtype
+from rlbridge.sync.layout.scratch import Scratch
 from rlbridge.sync.layout.spec import CheckpointSpec
 
 _WORD_BYTES = 8
-_CHUNK_WORDS = 2**15
-"""Masked at a time, while they are in the cache."""
+_BLOCK_WORDS = 16381
+"""A prime, so that rows of a tensor do not repeat from block to block; fits in the cache."""
 
 
 @dataclass(frozen=True)
 class RandomBits:
-    """All bits of sign and mantissa are random, magnitudes lie in ``[1/8, 2)``; integers use all their bits.
+    """All bits of sign and mantissa are random, magnitudes lie in ``[1/16, 2)``; integers use all their bits.
 
     The range keeps the values apart after a cast to a narrower dtype, and away from its limits.
 
@@ -35,6 +36,7 @@ class RandomBits:
     seed: int
     flipped: Collection[str] | None = ()
     _index: dict[str, int] = field(init=False, default_factory=dict)
+    _scratch: Scratch = field(init=False, default_factory=Scratch)
 
     def __post_init__(self) -> None:
         self._index.update((name, i) for i, name in enumerate(self.spec.tensors))
@@ -53,21 +55,18 @@ class RandomBits:
         return self._bits(name, dtype, spec.shape, 0, 0)
 
     def _bits(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], cleared: int, added: int) -> torch.Tensor:
-        """Random bits without those in ``cleared``, then ``added``, one element at a time."""
+        """Random bits where ``cleared`` has none, and those of ``added``, in each element."""
         numel, width = math.prod(shape), dtype.itemsize
+        kept = _repeated(~cleared, width)
+        n_blocks = -(-numel * width // (_WORD_BYTES * _BLOCK_WORDS))
+        # Each block is the same random words, with all of them turned by one of its own: as fast as filling memory.
+        block = np.random.Generator(np.random.SFC64(self.seed)).integers(0, 2**64, _BLOCK_WORDS, dtype=np.uint64) & kept
         generator = np.random.Generator(np.random.SFC64([self.seed, self._index[name]]))
-        n_words = -(-numel * width // _WORD_BYTES)
-        words = generator.integers(0, 2**64, n_words, dtype=np.uint64)
-        flipped = self.flipped is None or name in self.flipped
-        kept, more = _repeated(~cleared, width), _repeated(added, width)
-        for at in range(0, n_words, _CHUNK_WORDS):
-            part = words[at : at + _CHUNK_WORDS]
-            if flipped:
-                np.invert(part, out=part)
-            if cleared:
-                part &= kept
-            if added:
-                part += more  # fits below each element's sign, so nothing is carried
+        turns = (generator.integers(0, 2**64, n_blocks, dtype=np.uint64) & kept) ^ _repeated(added, width)
+        if self.flipped is None or name in self.flipped:
+            turns ^= kept
+        words = self._scratch.words(n_blocks * _BLOCK_WORDS)
+        np.bitwise_xor(block[None, :], turns[:, None], out=words.reshape(n_blocks, _BLOCK_WORDS))
         return torch.from_numpy(words.view(np.uint8)[: numel * width]).view(bits_dtype(width)).view(dtype).view(shape)
 
 
@@ -78,7 +77,7 @@ def _float_masks(dtype: torch.dtype) -> tuple[int, int]:
     form = float_format(dtype)
     sign = 1 << (8 * dtype.itemsize - 1)
     kept = sign | (4 << form.mantissa_bits) - 1
-    return ~kept, (form.bias - 3) << form.mantissa_bits
+    return ~kept, ((form.bias - 3) & ~3) << form.mantissa_bits
 
 
 def _repeated(pattern: int, width: int) -> np.uint64:
