@@ -70,7 +70,7 @@ class RunRecord:
         self._accuracy: deque[float] = deque(maxlen=RUNNING_MEAN_STEPS)
         self._began_s = now_s()
         self._training_began_s: float | None = None
-        self._steps_ended = 0
+        self._steps_ended, self._version = 0, 0
         self._step: dict[str, Any] = {}
         self._counts, self._staleness_seen = Counts(), Counter[int]()
         self._rollout_tokens = 0
@@ -162,10 +162,8 @@ class RunRecord:
         self._steps_ended += 1
         self._metrics.log("train", version, without_family(metrics))
         lag = version - min(held.values()) if held else 0
-        previous = version - 1
-        stall = {side: self.ledger.stall_s(side, previous) for side in ("trainer", "rollout")}
-        if previous > 0:
-            self._metrics.log("stall", previous, {f"{side}_s": value for side, value in stall.items()})
+        stall = self._log_stall(version - 1)  # the update to this version has only begun
+        self._version = version
         self._metrics.log("idle", version, {name.removeprefix("idle/"): s for name, s in self.ledger.idle_s().items()})
         self._metrics.log("weights", version, {"publish_lag": lag})
         elapsed_s = now_s() - (self._training_began_s or now_s())
@@ -184,6 +182,13 @@ class RunRecord:
                 eta_s=elapsed_s / self._steps_ended * (total - self._steps_ended),
             )
         )
+
+    def _log_stall(self, version: int) -> dict[str, float]:
+        """Stall of the update to ``version`` by side; the initial delivery is start-up and not logged."""
+        stall = {side: self.ledger.stall_s(side, version) for side in ("trainer", "rollout")}
+        if version > 0:
+            self._metrics.log("stall", version, {f"{side}_s": value for side, value in stall.items()})
+        return stall
 
     def updated(self, event: UpdateDone) -> None:
         """Every replica has applied a version."""
@@ -235,6 +240,7 @@ class RunRecord:
         self._closed = True
         summary = self.summary(exit_reason)
         try:
+            self._log_stall(self._version)
             write_summary(self.folder.path / "summary.json", summary)
             write_trace(self.folder.path / "trace.json", self._spans)
         finally:

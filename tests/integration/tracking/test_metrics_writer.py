@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +29,24 @@ def job_with(tmp_path: Path, wandb: Mode) -> JobConfig:
 
 def lines_of(folder: RunFolder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """The records of a ``.wandb`` file: after its own header, blocks of 32 KiB that hold pieces of records."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        left = 32768 - at % 32768
+        if left < 7:  # too little for a piece's header: padding
+            at += left
+            continue
+        _checksum, length, kind = struct.unpack("<IHB", content[at : at + 7])
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last piece of one
+            yield Record.FromString(whole)
+            whole = b""
 
 
 def test_lines_are_written_at_once_each_family_on_its_own_axis(tmp_path: Path) -> None:
@@ -59,11 +79,17 @@ def test_wandb_offline_keeps_everything_in_the_runs_folder(
     assert len(lines_of(folder)) == len(FAMILIES)
     records = list((folder.path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(records) == 1, "one writer, one run"
-    content = records[0].read_bytes()
-    for family in FAMILIES:
-        assert f"{family}/step".encode() in content
-        assert f"{family}/value".encode() in content
-    assert b"agst_s" in content
+    written = list(wandb_records(records[0]))
+    axes = {record.metric.glob_name: record.metric.step_metric for record in written if record.HasField("metric")}
+    assert {name: axis for name, axis in axes.items() if name} == {f"{name}/*": f"{name}/step" for name in FAMILIES}
+    lines = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in written
+        if record.HasField("history")
+    ]
+    values = [{name: value for name, value in line.items() if not name.startswith("_")} for line in lines]
+    assert values == [{f"{f}/step": 1, f"{f}/value": 1.0, f"{f}/wait/for": 2.0} for f in FAMILIES]
+    assert b"agst_s" in records[0].read_bytes()
     assert [entry.name for entry in tmp_path.iterdir()] == ["runs"]
     assert capfd.readouterr() == ("", "")
 
