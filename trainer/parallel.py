@@ -60,6 +60,11 @@ def all_reduce(values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torc
     return values
 
 
+def any_rank(flag: bool) -> bool:
+    """Whether ``flag`` is true on any trainer rank. Collective."""
+    return bool(all_reduce(torch.tensor(int(flag)), dist.ReduceOp.MAX))
+
+
 def barrier() -> None:
     """Wait for all trainer ranks."""
     if dist.is_initialized():

@@ -43,7 +43,7 @@ from rlbridge.trainer.messages import (
     TrainStep,
     WarmUp,
 )
-from rlbridge.trainer.parallel import process_group
+from rlbridge.trainer.parallel import any_rank, process_group
 from rlbridge.trainer.policy import Policy, load_policy
 from rlbridge.trainer.warmup import warm_up
 from rlbridge.transport.config import TransportConfig
@@ -218,6 +218,7 @@ def _bridge(portal: BlockingPortal, spec: TrainerSpec, policy: Policy, timeline:
         spec=read_spec(Path(spec.model_dir)),
         load_weights=policy.load_weights,
         live_tensors=policy.live_tensors,
+        any_rank=any_rank,
         sync=spec.sync,
         transport=spec.transport,
         timeline=timeline,

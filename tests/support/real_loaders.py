@@ -7,20 +7,23 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from rlbridge.sync.layout.checkpoint import read_spec
-from rlbridge.sync.layout.discover import discover
+from rlbridge.sync.layout.discover import Method, alone, discover
 from rlbridge.sync.layout.dtypes import bit_view
 from rlbridge.sync.layout.elements import by_tensor, paint
+from rlbridge.sync.layout.loading import AnyRank
 from rlbridge.sync.layout.source_map import SourceMap
 from rlbridge.sync.layout.spec import CheckpointSpec
 from rlbridge.transport.errors import LayoutError
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 KINDS = ("dense", "tied", "moe")
+METHODS: tuple[Method, ...] = ("auto", "probe")  # where nothing had to be probed, "auto" is what "trace" gives
 
 
 def write_model(directory: Path, kind: str, vocabulary: int = 50) -> Path:
@@ -49,6 +52,7 @@ class TransformersModel:
 
     ``from_pretrained`` has no loader to hand over: this is the adapter that a user writes, over transformers' own
     conversion (which renames, stacks experts and cuts shards). Live tensors keep their memory, as FSDP2 needs it.
+    transformers loads in threads unless ``HF_DEACTIVATE_ASYNC_LOAD`` is set; a trace does not follow casts made there.
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype, **parallel: int) -> None:
@@ -92,17 +96,25 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "model.safetensors")
 
 
-def discovered(directory: Path, backend: Any) -> SourceMap:
-    """Discover the layout of ``backend``, which holds the checkpoint, and check it bit for bit.
+def discovered(directory: Path, backend: Any, *, traceable: bool = True, any_rank: AnyRank = alone) -> SourceMap:
+    """Discover the layout of ``backend``, which holds the checkpoint, by trace and by probe, and check both.
 
-    The live tensors are what the engine itself loaded: the map must rebuild every element of them from the files.
+    The live tensors are what the engine itself loaded: the map must rebuild every bit of them from the files.
     """
     spec = read_spec(directory)
     engine = {name: tensor.clone() for name, tensor in backend.live_tensors().items()}
-    layout = discover(spec, backend.load_weights, backend.live_tensors)
-    assert_equal(backend.live_tensors(), engine)  # restored
-    assert_rebuilds(spec, layout, read_weights(directory), engine)
-    return layout
+    found: dict[Method, SourceMap] = {}
+    for method in METHODS:
+        layout = discover(spec, backend.load_weights, backend.live_tensors, method=method, any_rank=any_rank)
+        assert_equal(backend.live_tensors(), engine)  # restored
+        assert_rebuilds(spec, layout, read_weights(directory), engine)
+        assert not layout.opaque
+        found[method] = layout
+    assert bool(found["auto"].probed) != traceable, found["auto"].probed
+    painted = [paint(spec, layout.runtime, layout.boxes) for layout in found.values()]
+    assert all(np.array_equal(ids, painted[1][name]) for name, ids in painted[0].items())
+    assert found["auto"].aliases == found["probe"].aliases
+    return found["auto"]
 
 
 def assert_rebuilds(

@@ -7,6 +7,7 @@ rest. Each layout is discovered, checked on the spot and saved with the engine's
 from __future__ import annotations
 
 import faulthandler
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +19,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import distribute_tensor
 from transformers.utils.logging import disable_progress_bar
 
-from rlbridge.trainer.parallel import barrier, process_group, rank
+from rlbridge.trainer.parallel import any_rank, barrier, process_group, rank
 from rlbridge.trainer.policy import Policy, load_policy
 
-DEADLINE_S = 150
+DEADLINE_S = 360
 ENGINE, TRAINER = torch.bfloat16, torch.float32
 
 
@@ -35,8 +36,8 @@ class Job:
         """What ``from_pretrained`` makes on several ranks."""
         self.look(label, kind, TransformersModel(self.folder / kind, dtype, **parallel))
 
-    def look(self, label: str, kind: str, backend: object) -> None:
-        layout = discovered(self.folder / kind, backend)
+    def look(self, label: str, kind: str, backend: object, *, traceable: bool = True) -> None:
+        layout = discovered(self.folder / kind, backend, traceable=traceable, any_rank=any_rank)
         live = {name: tensor.clone() for name, tensor in backend.live_tensors().items()}
         seen = {"kind": kind, "layout": msgspec.msgpack.encode(layout), "live": live}
         torch.save(seen, self.folder / f"{label}-{rank()}.pt")
@@ -87,13 +88,14 @@ def four_ranks(job: Job) -> None:
     job.transformers("hsdp", "dense", TRAINER, fsdp_size=2, dp_replicate_size=2)
     policy = load_policy(job.folder / "dense", with_values=True)
     job.look("policy", "dense", policy)
-    job.look("scatter", "dense", Communicating(policy, scatter))
-    job.look("broadcast", "dense", Communicating(policy, broadcast))
+    job.look("scatter", "dense", Communicating(policy, scatter), traceable=False)
+    job.look("broadcast", "dense", Communicating(policy, broadcast), traceable=False)
 
 
 def main(own: int, folder: Path) -> None:
     torch.set_num_threads(1)
     disable_progress_bar()
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # a trace does not follow what transformers casts in threads
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)  # a hang shows where
     job = Job(folder)
     first, second = divmod(own, 2)
