@@ -145,8 +145,8 @@ class _Rank:
             w13.append((f"{path}.gate_proj.weight", (low, 0), (width, hidden)))
             w13.append((f"{path}.up_proj.weight", (low, 0), (width, hidden)))
             w2.append((f"{path}.down_proj.weight", (0, low), (hidden, width)))
-        self._builder.add(f"{prefix}.experts.w13_weight", (experts, 2 * width, hidden), w13[0][0], w13)
-        self._builder.add(f"{prefix}.experts.w2_weight", (experts, hidden, width), w2[0][0], w2)
+        self._builder.add(f"{prefix}.experts.routed_experts.w13_weight", (experts, 2 * width, hidden), w13[0][0], w13)
+        self._builder.add(f"{prefix}.experts.routed_experts.w2_weight", (experts, hidden, width), w2[0][0], w2)
 
     def _expert_share(self, moe: Moe) -> tuple[int, int, int, int]:
         """First expert and number of experts, first inner feature and number of them."""

@@ -180,8 +180,8 @@ class RolloutRank:
             count = (self.c.get("num_experts") or self.c["n_routed_experts"]) // self.groups
             width, hidden = self.c["moe_intermediate_size"] // self.slices, self.c["hidden_size"]
             if expert[3] == "down":
-                return f"{expert[1]}.w2_weight", (count, hidden, width)
-            return f"{expert[1]}.w13_weight", (count, 2 * width, hidden)
+                return f"{expert[1]}.routed_experts.w2_weight", (count, hidden, width)
+            return f"{expert[1]}.routed_experts.w13_weight", (count, 2 * width, hidden)
         module = name.split(".")[-2]
         if module in ("q_proj", "k_proj", "v_proj") and "kv_lora_rank" not in self.c:
             rows = self._heads() + 2 * self._kv_heads()
