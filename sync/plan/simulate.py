@@ -60,7 +60,7 @@ def simulate(
             raise PlanError(f"bucket {number} is packed by {source!r}, which is no sender")
         payload = _packed(parts[source], held[source])
         for worker, part in parts.items():
-            if worker != source:
+            if part.pieces and worker != source:  # a trainer that only passes a bucket on writes none of it
                 _deliver(part, payload, wanted[worker], written[worker], worker)
     _check_written(wanted, written)
     return _totals(programs, rounds)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from random_jobs import Job, jobs
 
 from rlbridge.sync.correspondence import correspond
+from rlbridge.sync.plan.baselines import BaselineKind, plan_baseline
 from rlbridge.sync.plan.bound import lower_bound
 from rlbridge.sync.plan.planner import plan_transfer
+from rlbridge.sync.plan.predict import predict
+from rlbridge.sync.plan.program import HEADER_BYTES
 from rlbridge.sync.plan.report import link_bytes, link_rate
 from rlbridge.sync.plan.simulate import simulate
 from rlbridge.sync.plan.transfer_plan import TransferPlan
 
-some = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+some = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def planned(job: Job) -> TransferPlan:
@@ -46,3 +50,27 @@ def test_the_busiest_link_is_close_to_the_bound(job):
         seconds = (sum(stages.values()) - job.bucket_bytes) / link_rate(plan, link)
         assert seconds <= 1.05 * bound.seconds, (link, stages, bound)
     assert plan.report()["over_bound"] >= 1 - 1e-6, "no plan beats the bound"
+
+
+@given(jobs(), st.sampled_from(BaselineKind))
+@some
+def test_baselines_deliver_everything_exactly_once_too(job, kind):
+    correspondence = correspond(job.spec, job.senders, job.receivers)
+    plan = plan_baseline(kind, correspondence, job.topology, bucket_bytes=job.bucket_bytes)
+    simulate(job.spec, job.senders, job.receivers, {worker: plan.program(worker) for worker in plan.workers})
+    assert plan.report()["kind"] == kind
+
+
+@given(jobs(), st.sampled_from(["planned", *BaselineKind]), st.sampled_from([1, 3, 1000]))
+@some
+def test_no_plan_stands_still_or_holds_more_than_its_budget(job, kind, buckets):
+    correspondence = correspond(job.spec, job.senders, job.receivers)
+    if kind == "planned":
+        plan = planned(job)
+    else:
+        plan = plan_baseline(kind, correspondence, job.topology, bucket_bytes=job.bucket_bytes)
+    budget_bytes = buckets * (job.bucket_bytes + HEADER_BYTES)
+    prediction = predict(plan, staging_bytes=budget_bytes)
+    assert max(prediction.peak_staging_bytes.values()) <= budget_bytes
+    assert prediction.seconds >= prediction.worst_link_s
+    assert prediction == predict(plan, staging_bytes=budget_bytes)

@@ -1,0 +1,237 @@
+"""Runs a plan's programs over a model of links and tells how long it takes. Pure.
+
+The model: every worker takes its buckets in the one global order and buys their buffers from a byte budget in that
+order, as the executor does; a hop begins when its sender has the bucket and its receiver has the buffer; a buffer is
+given back when everything is sent. A link serves its messages one after the other at full rate, a message passes the
+sending and the receiving link at the same time as far as they are free, and arrives a latency later. There is no
+barrier.
+If nothing can happen although somebody is not done, the plan has a deadlock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from rlbridge.sync.plan.program import HEADER_BYTES
+from rlbridge.sync.plan.report import link_bytes, link_rate, link_seconds
+from rlbridge.sync.plan.tables import Buckets, Routes
+from rlbridge.sync.plan.transfer_plan import TransferPlan
+from rlbridge.transport.errors import PlanError
+
+LATENCY_S = 50e-6
+"""From the end of sending to the receiver's knowledge of it: UCX over TCP, one small message."""
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """What the model says of one update.
+
+    Attributes:
+        seconds: until the last worker is done.
+        done_s: worker to the time at which it is done.
+        worst_link, worst_link_s: the link with the most work, and that work at full rate.
+        peak_staging_bytes: worker to the most bytes of bucket buffers that it held at a time.
+        coarsened: how many buckets were taken as one, with the budget scaled alike, to keep large plans quick.
+    """
+
+    seconds: float
+    done_s: dict[str, float]
+    worst_link: str | None
+    worst_link_s: float
+    peak_staging_bytes: dict[str, int]
+    coarsened: int = 1
+
+
+def predict(
+    plan: TransferPlan, *, staging_bytes: int, latency_s: float = LATENCY_S, hops_max: int = 200_000
+) -> Prediction:
+    """Simulate one update in time.
+
+    Args:
+        plan: planned or a baseline.
+        staging_bytes: budget for bucket buffers of one worker.
+        latency_s: of one message.
+        hops_max: about how many messages are simulated at most; beyond it buckets are joined.
+
+    Raises:
+        PlanError: the plan has a deadlock.
+    """
+    factor = _coarsening(plan, hops_max)
+    table = plan.correspondence.table
+    buckets = plan.buckets
+    if factor > 1:
+        buckets = Buckets.of(plan.routes, plan.cargo, table, plan.bucket_bytes * factor)
+    run = _Run(plan, buckets, staging_bytes * factor, latency_s)
+    run.run()
+    seconds = link_seconds(plan, link_bytes(plan))
+    worst = max(seconds, key=lambda link: (seconds[link], link), default=None)
+    return Prediction(
+        seconds=max(run.done_s, default=0.0),
+        done_s=dict(zip(plan.workers, run.done_s, strict=True)),
+        worst_link=worst,
+        worst_link_s=seconds[worst] if worst else 0.0,
+        peak_staging_bytes={w: -(-n // factor) for w, n in zip(plan.workers, run.peak_bytes, strict=True)},
+        coarsened=factor,
+    )
+
+
+def _coarsening(plan: TransferPlan, hops_max: int) -> int:
+    hops = np.diff(plan.routes.hop_begin)
+    factor = 1
+    while factor < 1 << 20:
+        messages = int((-(-plan.cargo.route_bytes // (plan.bucket_bytes * factor)) * hops).sum())
+        if messages <= hops_max or messages <= int(hops.sum()):
+            break
+        factor *= 2
+    return factor
+
+
+class _Links:
+    """Busy-until times of every worker's and node's links, as numbers."""
+
+    def __init__(self, plan: TransferPlan) -> None:
+        nodes = [plan.topology.nodes[worker] for worker in plan.workers]
+        names: dict[str, int] = {}
+        self.send, self.take = (
+            [names.setdefault(f"{way}:{w}", len(names)) for w in plan.workers] for way in ("send", "take")
+        )
+        self.out, self.into = ([names.setdefault(f"{way}:{n}", len(names)) for n in nodes] for way in ("out", "in"))
+        self.s_per_byte = [1.0 / link_rate(plan, name) for name in names]
+        self.free_s = [0.0] * len(names)
+
+    def of_hop(self, sender: int, receiver: int) -> tuple[int, int]:
+        """The sending and the receiving link."""
+        if self.out[sender] == self.out[receiver]:
+            return self.send[sender], self.take[receiver]
+        return self.out[sender], self.into[receiver]
+
+    def occupy(self, link: int, now_s: float, size_bytes: int) -> tuple[float, float]:
+        """Serve a message after those before it: its begin and end."""
+        begin_s = max(now_s, self.free_s[link])
+        self.free_s[link] = begin_s + size_bytes * self.s_per_byte[link]
+        return begin_s, self.free_s[link]
+
+
+_SENDING, _TAKING, _ARRIVED = range(3)
+
+
+class _Run:
+    """One simulated update. A *seat* is a worker's part in a bucket: the number ``bucket * workers + worker``."""
+
+    def __init__(self, plan: TransferPlan, buckets: Buckets, budget_bytes: int, latency_s: float) -> None:
+        self._workers, self._budget_bytes, self._latency_s = plan.workers, budget_bytes, latency_s
+        self._links = _Links(plan)
+        self._route = buckets.route.tolist()
+        self._size = (buckets.payload_bytes + HEADER_BYTES).tolist()
+        self._source = plan.routes.source.tolist()
+        self._trees = [_children(plan.routes, route) for route in range(len(self._source))]
+        self._order = _orders(plan.routes, buckets)
+        count = len(plan.workers)
+        self._next = [0] * count
+        self._used_bytes = [0] * count
+        self.peak_bytes = [0] * count
+        self.done_s = [0.0] * count
+        self._has_buffer: set[int] = set()
+        self._has_bytes: set[int] = set()
+        self._unsent: dict[int, int] = {}
+        self._events: list[tuple[float, int, int, int, int]] = []
+        """(time, kind, bucket, sender, receiver): of what happens at the same time, the lower bucket comes first."""
+
+    def run(self) -> None:
+        """Until nothing happens any more."""
+        for worker in range(len(self._workers)):
+            self._buy(worker, 0.0)
+        while self._events:
+            now_s, kind, bucket, sender, receiver = heapq.heappop(self._events)
+            if kind == _SENDING:
+                link = self._links.of_hop(sender, receiver)[0]
+                begin_s, _ = self._links.occupy(link, now_s, self._size[bucket])
+                heapq.heappush(self._events, (begin_s, _TAKING, bucket, sender, receiver))
+            elif kind == _TAKING:
+                sending, taking = self._links.of_hop(sender, receiver)
+                _, end_s = self._links.occupy(taking, now_s, self._size[bucket])
+                end_s = max(end_s, now_s + self._size[bucket] * self._links.s_per_byte[sending]) + self._latency_s
+                heapq.heappush(self._events, (end_s, _ARRIVED, bucket, sender, receiver))
+            else:
+                self._arrived(bucket, sender, receiver, now_s)
+        waiting = [w for w, order in enumerate(self._order) if self._next[w] < len(order) or self._used_bytes[w]]
+        if waiting:
+            who = ", ".join(self._workers[worker] for worker in waiting)
+            raise PlanError(f"deadlock: nothing moves any more, and these workers are not done: {who}")
+
+    def _seat(self, bucket: int, worker: int) -> int:
+        return bucket * len(self._workers) + worker
+
+    def _buy(self, worker: int, now_s: float) -> None:
+        """Buffers for the next buckets, in order, as far as the budget goes."""
+        order = self._order[worker]
+        while self._next[worker] < len(order):
+            bucket = order[self._next[worker]]
+            used = self._used_bytes[worker]
+            if used and used + self._size[bucket] > self._budget_bytes:
+                return
+            self._next[worker] += 1
+            self._used_bytes[worker] = used + self._size[bucket]
+            self.peak_bytes[worker] = max(self.peak_bytes[worker], self._used_bytes[worker])
+            self._has_buffer.add(self._seat(bucket, worker))
+            tree = self._trees[self._route[bucket]]
+            self._unsent[self._seat(bucket, worker)] = len(tree[worker][1])
+            parent = tree[worker][0]
+            if parent is None:
+                self._have(bucket, worker, now_s)
+            elif self._seat(bucket, parent) in self._has_bytes:
+                self._send(bucket, parent, worker, now_s)
+
+    def _have(self, bucket: int, worker: int, now_s: float) -> None:
+        """The worker has the bucket's bytes: pass them on to those who have a buffer for them."""
+        self._has_bytes.add(self._seat(bucket, worker))
+        for receiver in self._trees[self._route[bucket]][worker][1]:
+            if self._seat(bucket, receiver) in self._has_buffer:
+                self._send(bucket, worker, receiver, now_s)
+        self._give_back_if_done(bucket, worker, now_s)
+
+    def _send(self, bucket: int, sender: int, receiver: int, now_s: float) -> None:
+        heapq.heappush(self._events, (now_s, _SENDING, bucket, sender, receiver))
+
+    def _arrived(self, bucket: int, sender: int, receiver: int, now_s: float) -> None:
+        self._unsent[self._seat(bucket, sender)] -= 1
+        self._have(bucket, receiver, now_s)
+        self._give_back_if_done(bucket, sender, now_s)
+
+    def _give_back_if_done(self, bucket: int, worker: int, now_s: float) -> None:
+        seat = self._seat(bucket, worker)
+        if self._unsent.get(seat) == 0:
+            del self._unsent[seat]
+            self._has_buffer.discard(seat)
+            self._has_bytes.discard(seat)
+            self._used_bytes[worker] -= self._size[bucket]
+            self.done_s[worker] = now_s
+            self._buy(worker, now_s)
+
+
+def _children(routes: Routes, route: int) -> dict[int, tuple[int | None, Sequence[int]]]:
+    """Worker to its parent and its children in a route's tree."""
+    inside = slice(int(routes.hop_begin[route]), int(routes.hop_begin[route + 1]))
+    sends: dict[int, list[int]] = defaultdict(list)
+    parent: dict[int, int | None] = {int(routes.sender[inside][0]): None}
+    for sender, receiver in zip(routes.sender[inside].tolist(), routes.receiver[inside].tolist(), strict=True):
+        sends[sender].append(receiver)
+        parent[receiver] = sender
+    return {worker: (its, sends[worker]) for worker, its in parent.items()}
+
+
+def _orders(routes: Routes, buckets: Buckets) -> list[list[int]]:
+    """Per worker its buckets, ascending."""
+    order: list[list[int]] = [[] for _ in routes.workers]
+    members = [
+        np.unique(np.append(routes.sender[a:b], routes.receiver[a:b])).tolist()
+        for a, b in zip(routes.hop_begin[:-1].tolist(), routes.hop_begin[1:].tolist(), strict=True)
+    ]
+    for bucket, route in enumerate(buckets.route.tolist()):
+        for worker in members[route]:
+            order[worker].append(bucket)
+    return order
