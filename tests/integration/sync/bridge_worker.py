@@ -126,7 +126,9 @@ def run_receiver(spec: WorkerSpec, backend: Any, report: dict[str, Any]) -> None
         **common(spec, backend),
     )
     with adapter:
+        backend.connected = False
         adapter.connect()
+        backend.connected = True
         if spec.trick == "sleep":
             time.sleep(60)
         while adapter.version != spec.versions - 1:
@@ -165,17 +167,15 @@ def common(spec: WorkerSpec, backend: Any) -> dict[str, Any]:
 
 
 def unlucky(spec: WorkerSpec, backend: Any) -> Any:
-    """A loader that raises once the bridge runs it on the parts of a version: not all tensors are there."""
+    """A loader that raises once the bridge runs it for a version after ``trick_version``."""
     versions = 0
 
     def load(weights: Any) -> None:
         nonlocal versions
-        given = list(weights)
-        if len(given) < len(SPEC.tensors):
-            versions += 1
-            if versions > spec.trick_version:
-                raise ValueError("the loader is out of luck")
-        backend.load_weights(iter(given))
+        versions += backend.connected
+        if versions > spec.trick_version:
+            raise ValueError("the loader is out of luck")
+        backend.load_weights(weights)
 
     return load
 
