@@ -131,6 +131,29 @@ def changed(entries: Iterable[Entry], change: Callable[[Origin], Made]) -> list[
     return [(_placeless(part), change(origin)) for part, origin in entries]
 
 
+def overlay(below: list[Entry], above: list[Entry]) -> list[Entry]:
+    """Entries of elements computed from both: where both have one, the inputs are united."""
+    merged: list[Entry] = []
+    for part, origin in above:
+        here = piece(part.at, part.at, [(n, there, there) for n, there, _ in part.dims])
+        alone, left = [part], []
+        for other, one in below:
+            both = [_placeless(common) for common in compose(here, other)]
+            merged += [(common, _united(one, origin)) for common in both]
+            left += [(rest, one) for rest in (without(other, here) if both else [other])]
+            for common in both:
+                alone = [rest for p in alone for rest in without(p, common)]
+        below = left
+        merged += [(rest, origin) for rest in alone]
+    return merged + below
+
+
+def _united(a: Origin, b: Origin) -> Made:
+    reasons = [origin.reason for origin in (a, b) if isinstance(origin, Made)]
+    lost = any(isinstance(origin, Made) and origin.lost for origin in (a, b))
+    return Made(inputs_of(a) | inputs_of(b), reasons[0] if reasons else "", lost)
+
+
 def between(into: torch.Tensor, out_of: torch.Tensor) -> Piece:
     """The piece that copies one view, element by element, to another one of the same shape."""
     offsets: tuple[Any, Any] = into.storage_offset(), out_of.storage_offset()

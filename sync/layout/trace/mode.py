@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -51,6 +52,8 @@ class OperationMode(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
+            if FakeTensor in types:
+                return func(*args, **kwargs)  # somebody asks for shapes
             return NotImplemented  # a DTensor or the like: it comes back here with its local shards
         traits = _traits(func)
         if traits.view:
@@ -157,13 +160,12 @@ class OperationMode(TorchDispatchMode):
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise self.store.not_followed(f"{op} needs values: {text}", names) from error
         sources = [t for t, found in zip(tensors, each, strict=True) if found]
-        pointwise = traits.pointwise and len(sources) == 1
 
         def record(into: torch.Tensor) -> None:
             if irregular:
                 self.store.lose(into, names, f"{op} is too irregular to follow")
-            elif pointwise and torch.broadcast_shapes(into.shape, sources[0].shape) == into.shape:
-                self.store.map(into, sources[0].expand(into.shape), op)
+            elif traits.pointwise and all(_fits(source, into) for source in sources):
+                self.store.map(into, [source.expand(into.shape) for source in sources], op)
             else:
                 self.store.compute(into, names, op)
 
@@ -185,9 +187,7 @@ class OperationMode(TorchDispatchMode):
         names = frozenset[str]().union(*(self.store.inputs(t) for t in tensors))
         op = name_of(func)
         if func.namespace != "c10d":
-            if "wait_tensor" in op:
-                return args[0]
-            raise self.store.not_followed(f"{op} communicates with other ranks", names)
+            return self._functional_collective(func, args, kwargs, tensors[0].device, names)
         for tensor in tensors:
             self.store.lose(tensor, names, f"{op} communicates with other ranks")
         results: list[Any] = []
@@ -197,6 +197,24 @@ class OperationMode(TorchDispatchMode):
             else:
                 results.append(args[0])
         return results[0] if len(results) == 1 else tuple(results)
+
+    def _functional_collective(
+        self, func: Any, args: Any, kwargs: Any, device: torch.device, names: frozenset[str]
+    ) -> Any:
+        op = name_of(func)
+        if "wait_tensor" in op:
+            return args[0]
+        try:
+            on_meta = _on_meta(func, args, kwargs)
+        except Exception as error:
+            raise self.store.not_followed(f"{op} communicates with other ranks", names) from error
+
+        def received(meta: torch.Tensor) -> torch.Tensor:
+            tensor = self.store.blank(meta.shape, meta.dtype, device, meta.stride())
+            self.store.lose(tensor, names, f"{op} communicates with other ranks")
+            return tensor
+
+        return tree_map_only(torch.Tensor, received, on_meta)
 
 
 class ValueMode(TorchFunctionMode):
@@ -275,6 +293,12 @@ def _tensors(args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value, {})
+
+
+def _fits(operand: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether ``operand`` can be broadcast to ``result``."""
+    aligned = zip(reversed(operand.shape), reversed(result.shape), strict=False)
+    return operand.dim() <= result.dim() and all(a in (1, b) for a, b in aligned)
 
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:

@@ -113,10 +113,12 @@ def constant_(store: Store, func: Any, into: torch.Tensor, value: Any = 0) -> to
 
 def factory(store: Store, func: Any, *args: Any, **kwargs: Any) -> Any:
     """``empty``, ``zeros``, ``new_empty`` ...: large ones take no memory."""
-    as_meta = func(*[to_meta(a) if isinstance(a, torch.Tensor) else a for a in args], **kwargs | {"device": "meta"})
     like = args[0].device if isinstance(args[0], torch.Tensor) else torch.get_default_device()
     device = torch.device(kwargs.get("device") or like)
-    if as_meta.numel() <= _KEPT_REAL and device.type != "meta":
+    if device.type == "meta":
+        return func(*args, **kwargs)
+    as_meta = func(*[to_meta(a) if isinstance(a, torch.Tensor) else a for a in args], **kwargs | {"device": "meta"})
+    if as_meta.numel() <= _KEPT_REAL:
         return func(*args, **kwargs)
     return store.blank(as_meta.shape, as_meta.dtype, device, as_meta.stride())
 

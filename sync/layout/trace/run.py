@@ -93,7 +93,26 @@ def trace_layout(spec: CheckpointSpec, load_weights: LoadWeights, live_tensors: 
             + "\n  ".join(lines)
             + more
         )
-    return SourceMap(runtime, traced.boxes, opaque=traced.opaque)
+    aliases = _tied_aliases(spec, load_weights, live_tensors, traced)
+    return SourceMap(runtime, traced.boxes, aliases, traced.opaque)
+
+
+def _tied_aliases(
+    spec: CheckpointSpec, load_weights: LoadWeights, live_tensors: LiveTensors, traced: Traced
+) -> list[Box]:
+    """Boxes of checkpoint tensors that another one overwrote in tied weights: leaving that one out shows them.
+
+    A loader that insists on the whole checkpoint shows none.
+    """
+    owned, listed = owners(live_tensors(), meta=True), live_tensors()
+    twice = {name for name in owned for other in listed if other not in owned and _same(listed[other], owned[name])}
+    shown = {box.tensor for box in traced.boxes} | {name for part in traced.opaque for name in part.inputs}
+    winners = {box.tensor for box in traced.boxes if box.runtime in twice}
+    if not winners or shown == set(spec.tensors):
+        return []
+    rest = CheckpointSpec({name: tensor for name, tensor in spec.tensors.items() if name not in winners})
+    again = trace(rest, load_weights, live_tensors)
+    return [box for box in again.boxes if box.runtime in twice and box.tensor not in shown]
 
 
 def _load(

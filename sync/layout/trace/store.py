@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from rlbridge.sync.layout.trace.content import (
     inputs,
     inputs_of,
     made,
+    overlay,
     overwrite,
     read,
     whole,
@@ -151,10 +152,11 @@ class Store:
             origin = Made(names, op)
         self.put(into, made(into, origin) if origin.inputs else [], op)
 
-    def map(self, into: torch.Tensor, out_of: torch.Tensor, op: str) -> None:
-        """Say that ``into`` is ``out_of`` after the same arithmetic on each element."""
+    def map(self, into: torch.Tensor, operands: Sequence[torch.Tensor], op: str) -> None:
+        """Say that each element of ``into`` is computed from the same element of ``operands``, of its shape."""
+        names = _NOTHING.union(*(self.inputs(operand) for operand in operands))
         if self.reached:
-            self.compute(into, self.inputs(out_of), op)
+            self.compute(into, names, op)
             return
 
         def change(origin: Origin) -> Made:
@@ -162,11 +164,13 @@ class Store:
                 return origin._replace(reason=origin.reason if op in origin.reason else f"{origin.reason}, {op}")
             return Made(inputs_of(origin), op)
 
-        source = self.of(out_of)
+        found: list[Entry] = []
         try:
-            found = [] if source is None else changed(read(source, into, out_of), change)
+            for operand in operands:
+                content = self.of(operand)
+                found = overlay(found, [] if content is None else changed(read(content, into, operand), change))
         except (WidthError, TooIrregularError) as error:
-            found = self._unclear(into, self.inputs(out_of), op, error)
+            found = self._unclear(into, names, op, error)
         self.put(into, found, op)
 
     def lose(self, into: torch.Tensor, names: frozenset[str], reason: str) -> None:

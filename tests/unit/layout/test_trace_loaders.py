@@ -8,6 +8,9 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlbridge.sync.layout.elements import paint
 from rlbridge.sync.layout.live import owners, specs
@@ -127,6 +130,14 @@ def test_tied_weights_have_one_owner_and_the_last_write_wins(device):
         ("embed.weight", "head.weight")
     }
     assert "head.weight" not in {box.runtime for box in found.boxes}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_planning_knows_both_names_of_a_tied_weight(device):
+    model = Model(device, tied=True)
+    layout = trace_layout(MODEL, lambda weights: load_by_copy(model, weights), model.state_dict)
+    assert [(box.runtime, box.tensor) for box in layout.aliases] == [("embed.weight", "embed.weight")]
+    assert list(layout.runtime) == ["embed.weight", "norm.weight", "norm.bias"]
 
 
 def test_a_loader_that_unties_is_not_believed():
@@ -340,6 +351,24 @@ def test_a_loader_that_communicates_is_not_followed_but_nothing_is_sent(tmp_path
         dist.destroy_process_group()
     assert found.untraced == {"a": "c10d.broadcast_ communicates with other ranks"}
     assert [box.runtime for box in found.boxes] == ["b"]
+
+
+def test_parameters_that_are_distributed_tensors():
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        param = distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1)], src_data_rank=None)
+        spec = spec_of(w=(6, 4))
+
+        def load(weights):
+            for _, weight in weights:
+                param.copy_(distribute_tensor(weight, mesh, [Shard(1)], src_data_rank=None))
+
+        found = trace(spec, load, lambda: {"w": param.to_local()})
+    finally:
+        dist.destroy_process_group()
+    assert found.untraced == {}
+    assert [(box.start, box.count, box.offset, box.strides) for box in found.boxes] == [((0, 2), (6, 2), 0, (2, 1))]
 
 
 def test_memory_is_not_taken():

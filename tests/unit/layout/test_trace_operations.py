@@ -196,6 +196,15 @@ def accumulated(a, b):
     return a.clone().index_put_((torch.tensor([1]),), b[:1], accumulate=True)
 
 
+def arithmetic_of_parts(a, b):
+    return torch.cat([a[:2], a.new_zeros(2, 10)]) + torch.cat([a.new_zeros(1, 10), b[:3, :5].repeat(1, 2)])
+
+
+def arithmetic_of_parts_inputs():
+    rows = [("a",), ("a", "b"), ("b",), ("b",)]
+    return {row * 10 + column: inputs for row, inputs in enumerate(rows) for column in range(10)}
+
+
 ARITHMETIC = {
     "in place on a slice": (
         arithmetic_on_a_slice,
@@ -204,6 +213,7 @@ ARITHMETIC = {
     "before a slice": (arithmetic_before_the_slice, dict.fromkeys(range(20), ("a",))),
     "of two": (arithmetic_of_two, dict.fromkeys(range(10, 30), ("a", "b"))),
     "of constants": (arithmetic_with_padding, dict.fromkeys(range(20, 60), ("b",))),
+    "of two, element by element": (arithmetic_of_parts, arithmetic_of_parts_inputs()),
     "matmul": (lambda a, b: b @ a.T, dict.fromkeys(range(24), ("a", "b"))),
     "sorted": (lambda a, b: a.sort(dim=1).values, dict.fromkeys(range(60), ("a",))),
     "reduced": (lambda a, b: torch.stack([a.sum(), b.amax()]), {0: ("a",), 1: ("b",)}),
