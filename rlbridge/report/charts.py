@@ -22,6 +22,10 @@ MOST_POINTS = 1200
 """A line keeps at most about so many points: more than it has pixels."""
 
 
+MOST_LETTERS = 34
+"""Longer labels of bars lose their beginning."""
+
+
 @dataclass(frozen=True, slots=True)
 class Series:
     """One line, or dots.
@@ -134,12 +138,13 @@ def _hover(shown: Sequence[Series], x: Scale, y: Scale, axes: Axes) -> list[tupl
 def bar_chart(title: str, description: str, bars: Sequence[Bar], show: Callable[[float], str]) -> Markup:
     """Horizontal stacked bars, each with its total at its end; ``show`` writes a value with its unit."""
     row, end = 34, WIDTH - 92
-    label_width = 20 + 7 * max((len(bar.label) for bar in bars), default=0)  # a letter has at most about 7 pixels
+    shown = [_tail(bar.label) for bar in bars]
+    label_width = 20 + 7 * max(map(len, shown), default=0)  # a letter has at most about 7 pixels
     x = linear([bar.total for bar in bars], label_width, end, from_zero=True)
     drawn: list[Markup] = []
     for index, bar in enumerate(bars):
         top, reached = 8 + index * row, 0.0
-        drawn.append(tag("text", bar.label, x=label_width - 10, y=top + 15.0, class_="bar-label"))
+        drawn.append(tag("text", shown[index], x=label_width - 10, y=top + 15.0, class_="bar-label"))
         for segment in bar.segments:
             left, right = x(reached), x(reached + segment.value)
             reached += segment.value
@@ -151,6 +156,11 @@ def bar_chart(title: str, description: str, bars: Sequence[Bar], show: Callable[
     foot = 8 + len(bars) * row
     drawn.insert(0, tag("line", x1=label_width, y1=2, x2=label_width, y2=foot - 4.0, class_="axis"))
     return _picture(title, description, foot, drawn, class_="chart bars")
+
+
+def _tail(label: str) -> str:
+    """The end of a label that is too long for the room beside a bar: names of runs differ there."""
+    return label if len(label) <= MOST_LETTERS else f"…{label[1 - MOST_LETTERS :]}"
 
 
 def histogram(title: str, description: str, counts: dict[int, int], bound: int | None, label: str) -> Markup:
@@ -167,7 +177,7 @@ def histogram(title: str, description: str, counts: dict[int, int], bound: int |
         hint = tag("title", f"{label} {value}: {counts.get(value, 0):,} trajectories, {percent(share)}")
         style = "bar beyond" if bound is not None and value > bound else "bar staleness"
         drawn.append(tag("rect", hint, x=middle - width / 2, y=top, width=width, height=bottom - top, class_=style))
-        if counts.get(value):
+        if counts.get(value) and x(1) - x(0) > 46:  # else hovering tells it: beside its neighbours it has no room
             drawn.append(tag("text", percent(share), x=middle, y=top - 5, class_="bar-top"))
     stride = max(1, -(-(last + 1) // 16))
     drawn += [
@@ -177,7 +187,7 @@ def histogram(title: str, description: str, counts: dict[int, int], bound: int |
     if bound is not None:
         at = x(bound + 0.5)
         drawn.append(tag("line", x1=at, y1=TOP, x2=at, y2=bottom, class_="bound"))
-        drawn.append(tag("text", f"bound {bound}", x=at - 5, y=TOP + 10.0, class_="bound-label"))
+        drawn.append(tag("text", f"bound {bound}", x=at, y=TOP - 2.0, class_="bound-label"))
     return _picture(title, description, HEIGHT, drawn, class_="chart histogram")
 
 

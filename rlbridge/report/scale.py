@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+_LEAST = 1e-100
+"""What is smaller is nothing: its logarithm would leave the numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scale:
@@ -41,8 +44,8 @@ def linear(values: Iterable[float], start: float, end: float, *, from_zero: bool
     """A scale whose ends are ticks, so that nothing touches the frame by chance; a single value gets room around it."""
     low, high = _extent(values)
     low, high = (min(low, 0.0), max(high, 0.0)) if from_zero else (low, high)
-    if low == high:
-        low, high = (0.0, 1.0) if low == 0 else (low - abs(low) / 2, high + abs(high) / 2)
+    if high - low < _LEAST:
+        low, high = (0.0, 1.0) if abs(low) < _LEAST else (low - abs(low) / 2, high + abs(high) / 2)
         low, high = (math.floor(low), math.ceil(high)) if whole else (low, high)
     step = _step(high - low, 5, whole)
     return Scale(math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step, start, end, whole=whole)
@@ -56,7 +59,7 @@ def tight(values: Iterable[float], start: float, end: float, *, whole: bool = Fa
 
 def logarithmic(values: Iterable[float], start: float, end: float) -> Scale:
     """A logarithmic scale of whole decades around the positive ones among ``values``."""
-    low, high = _extent(value for value in values if value > 0)
+    low, high = _extent(value for value in values if value > _LEAST)
     if low <= 0:
         return Scale(1.0, 10.0, start, end, log=True)
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)

@@ -179,7 +179,7 @@ def _weights(run: RunData) -> Markup:
 def _transfers(transfers: Sequence[tuple[float, float]], bounds: Sequence[tuple[float, float]]) -> Markup:
     if not transfers:
         return nothing("transfer seconds by version")
-    axes = Axes("version", "logarithmic", log=True, tick=units.tick_seconds, show=units.seconds)
+    axes = Axes("version", "time, logarithmic", log=True, tick=units.tick_seconds, show=units.seconds)
     lines = [Series("transfer", transfers, "transfer"), Series("lower bound", bounds, "bound-line")]
     words = "Seconds of each update's transfer and the plan's lower bound, on a logarithmic axis."
     legend = [("transfer", "transfer"), ("lower bound of the plan", "bound-line")]

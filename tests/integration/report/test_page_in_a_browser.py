@@ -105,6 +105,20 @@ def test_nothing_overlaps_and_nothing_runs_over_the_window(page: Page, folder: P
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+def test_nothing_overlaps_at_the_bounds_of_what_a_run_can_say(page: Page, tmp_path: Path) -> None:
+    extremes = (
+        {"sync_mode": "fully_sync", "max_staleness": 0, "max_staleness_seen": 0, "staleness_seen": {"0": 384}},
+        {"max_staleness": 64, "staleness_seen": {str(age): 10**age for age in range(9)}},
+        {"idle_s": {f"idle/rollout/wait_for_{'something_long_' * n}": 10.0**n for n in range(8)}},
+        {"staleness_seen": {}, "idle_s": {}, "transfer_s_per_update": None, "agst_s": None, "updates": 0},
+    )
+    for index, change in enumerate(extremes):
+        page.open(write_report([str(write_run(tmp_path / "runs", f"run{index}", SUMMARY | change))]))
+        assert overlapping(page.evaluate(VISIBLE_TEXTS)) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1240
+        assert page.errors == []
+
+
 def test_the_timeline_zooms_and_hovering_tells_values(page: Page, folder: Path) -> None:
     page.open(write_report([str(folder)]), height=4000)
     window = "document.querySelector('svg.timeline').dataset.window.split(' ').map(Number)"

@@ -84,6 +84,13 @@ def test_bars_are_as_long_as_their_values() -> None:
     assert texts(chart) == ["trainer", "8.00 ms", "rollout", "0 s"]
 
 
+def test_a_long_label_leaves_room_for_its_bar() -> None:
+    chart = parsed(bar_chart("t", "d", [Bar("x" * 250 + ", trainer", [Segment("copy", 1.0, "a")])], seconds))
+    label, value = texts(chart)
+    assert (label[0], label[-9:], value) == ("…", ", trainer", "1.00 s")
+    assert [float(rect.get("width", "")) > 150 for rect in chart.iter("rect")] == [True]
+
+
 def test_a_histogram_shows_shares_and_what_lies_beyond_the_bound() -> None:
     chart = parsed(histogram("t", "d", {0: 10, 2: 25, 5: 15}, 4, "staleness"))
     bars = [(rect.get("class"), rect[0].text) for rect in chart.iter("rect")]

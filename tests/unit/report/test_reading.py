@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,14 @@ def test_an_unfinished_run_whose_configuration_is_odd_has_a_page(folder: Path) -
     assert "many" in write_report([str(folder)]).read_text()
     (folder / "config.yaml").write_text("sync: 7\n")
     write_report([str(folder), str(folder)], str(folder / "two.html"))
+
+
+def test_numbers_that_no_axis_can_hold_are_left_out(folder: Path) -> None:
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"family": "rollout", "step": 12, "reward": 1e300, "accuracy": 5e-324}\n')
+    run = read_run(str(folder))
+    assert run.series("rollout", "reward")[-1][0] == 11
+    assert re.findall(r'[" ML]-?(?:nan|inf)\b', write_report([str(folder)]).read_text()) == []
 
 
 def test_what_is_no_run_is_one_clear_error(tmp_path: Path) -> None:
