@@ -29,6 +29,7 @@ from rlbridge.sync.machines import coordinator_events as c
 from rlbridge.sync.machines.coordinator import CoordinatorMachine
 from rlbridge.sync.machines.membership import Membership
 from rlbridge.sync.plan.planner import plan_transfer
+from rlbridge.sync.plan.predict import predict
 from rlbridge.sync.reports import CoordinatorEvent, PlanMade, ReplicaAt, ReplicaLost, UpdateDone, UpdateStats
 from rlbridge.transport.config import TransportConfig
 from rlbridge.transport.control.channel import ControlChannel, serve
@@ -244,7 +245,8 @@ def make_plan(order: c.MakePlan, sync: SyncConfig, transport: TransportConfig) -
     correspondence = correspond(spec, layouts["sender"], layouts["receiver"], export_dtypes(spec, sync.export_dtype))
     topology = Topology.of({join.worker: join.address for join in order.members}, transport)
     plan = plan_transfer(correspondence, topology, bucket_bytes=transport.bucket_bytes)
-    report = plan.report() | {"coverage": msgspec.to_builtins(coverage(correspondence))}
+    prediction = predict(plan, staging_bytes=transport.staging_bytes)
+    report = plan.report(prediction) | {"coverage": msgspec.to_builtins(coverage(correspondence))}
     computed = {name for layout in layouts["sender"].values() for name in layout.opaque_inputs}
     return c.Planned(
         epoch=order.epoch,

@@ -19,6 +19,7 @@ import numpy as np
 
 from rlbridge.sync.correspondence import Correspondence
 from rlbridge.sync.plan.atoms import AtomClass, AtomTable
+from rlbridge.sync.plan.bound import lower_bound
 from rlbridge.sync.plan.planner import check_plannable
 from rlbridge.sync.plan.routes import Tree
 from rlbridge.sync.plan.tables import Cargo, Hop, Routes, Stage
@@ -56,7 +57,8 @@ def plan_baseline(
         of_class.append(trees.setdefault(plant(key, source), len(trees)))
     routes = Routes.of(sorted(correspondence.digests), list(trees))
     cargo = Cargo.of(len(trees), np.array(of_class, np.int64), table.class_begin[:-1], table.class_bytes)
-    return TransferPlan.of(str(kind), correspondence, topology, routes, cargo, bucket_bytes)
+    bound = lower_bound(correspondence, topology)
+    return TransferPlan.of(str(kind), correspondence, topology, bound, routes, cargo, bucket_bytes)
 
 
 def pipeline_stages(table: AtomTable) -> dict[str, list[str]]:

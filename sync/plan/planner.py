@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlbridge.sync.correspondence import Correspondence
+from rlbridge.sync.plan.bound import bound_of
 from rlbridge.sync.plan.demand import demand_of, guide_of
 from rlbridge.sync.plan.routes import RoutedRuns, route
 from rlbridge.sync.plan.tables import Cargo, Routes
@@ -40,7 +41,8 @@ def plan_transfer(correspondence: Correspondence, topology: Topology, *, bucket_
     order = sorted(range(len(routed.trees)), key=routed.trees.__getitem__)
     routes = Routes.of(sorted(correspondence.digests), [routed.trees[i] for i in order])
     cargo = _cargo(routed, np.argsort(np.array(order, np.int64)))
-    return TransferPlan.of("planned", correspondence, topology, routes, cargo, bucket_bytes)
+    bound = bound_of(demand, guide, table, topology)
+    return TransferPlan.of("planned", correspondence, topology, bound, routes, cargo, bucket_bytes)
 
 
 def check_plannable(correspondence: Correspondence, topology: Topology, bucket_bytes: int) -> None:

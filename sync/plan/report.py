@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlbridge.sync.plan.bound import Bound, lower_bound
 from rlbridge.sync.plan.tables import STAGES
-from rlbridge.sync.plan.transfer_plan import TransferPlan
+
+if TYPE_CHECKING:
+    from rlbridge.sync.plan.predict import Prediction
+    from rlbridge.sync.plan.transfer_plan import TransferPlan
 
 LinkBytes = dict[str, dict[str, int]]
 """Link (``out:NODE``, ``in:NODE``, ``send:WORKER``, ``take:WORKER``) to stage to bytes."""
@@ -56,14 +58,8 @@ def link_rate(plan: TransferPlan, link: str) -> float:
     return rates.egress_bytes_per_s if way == "out" else rates.ingress_bytes_per_s
 
 
-def report_of(plan: TransferPlan, bound: Bound | None = None) -> dict[str, Any]:
-    """Totals of one update, ready for JSON.
-
-    Args:
-        plan: any kind of plan.
-        bound: the bound of what it was made for, if it is known already.
-    """
-    bound = bound or lower_bound(plan.correspondence, plan.topology)
+def report_of(plan: TransferPlan, prediction: Prediction | None = None) -> dict[str, Any]:
+    """Totals of one update, ready for JSON; without ``prediction``, ``predicted_s`` is ``None``."""
     loads = link_bytes(plan)
     seconds = link_seconds(plan, loads)
     worst = max(seconds, key=lambda link: (seconds[link], link), default=None)
@@ -87,8 +83,9 @@ def report_of(plan: TransferPlan, bound: Bound | None = None) -> dict[str, Any]:
         "buckets": len(plan.buckets.route),
         "routes": len(plan.cargo.route_bytes),
         "atoms": plan.correspondence.table.atoms,
-        "lower_bound_s": bound.seconds,
-        "lower_bound_terms_s": bound.terms_s,
-        "lower_bound_method": bound.method,
-        "over_bound": seconds[worst] / bound.seconds if worst and bound.seconds else 1.0,
+        "lower_bound_s": plan.bound.seconds,
+        "lower_bound_terms_s": plan.bound.terms_s,
+        "lower_bound_method": plan.bound.method,
+        "over_bound": seconds[worst] / plan.bound.seconds if worst and plan.bound.seconds else 1.0,
+        "predicted_s": prediction.seconds if prediction is not None else None,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -15,10 +15,15 @@ from rlbridge.sync.correspondence import Correspondence
 from rlbridge.sync.layout.algebra import contains, region, restrict
 from rlbridge.sync.layout.source_map import Box
 from rlbridge.sync.plan.atoms import Part
+from rlbridge.sync.plan.bound import Bound
 from rlbridge.sync.plan.program import BucketProgram, Piece, Program
+from rlbridge.sync.plan.report import report_of
 from rlbridge.sync.plan.tables import Buckets, Cargo, Routes
 from rlbridge.transport.errors import PlanError
 from rlbridge.transport.topology import Topology
+
+if TYPE_CHECKING:
+    from rlbridge.sync.plan.predict import Prediction
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +35,7 @@ class TransferPlan:
         hash: equal on all workers that hold the same plan; the same in every process.
         bucket_bytes: upper size of a bucket.
         correspondence, topology: what it was made for.
+        bound: the least time that any plan under the one-copy rule could take for it.
         routes, cargo, buckets: what goes where, and in which order.
     """
 
@@ -38,6 +44,7 @@ class TransferPlan:
     bucket_bytes: int
     correspondence: Correspondence
     topology: Topology
+    bound: Bound
     routes: Routes
     cargo: Cargo
     buckets: Buckets
@@ -48,6 +55,7 @@ class TransferPlan:
         kind: str,
         correspondence: Correspondence,
         topology: Topology,
+        bound: Bound,
         routes: Routes,
         cargo: Cargo,
         bucket_bytes: int,
@@ -62,7 +70,7 @@ class TransferPlan:
                 column = getattr(columns, name)
                 if isinstance(column, np.ndarray):
                     content.update(np.ascontiguousarray(column, "<i8").tobytes())
-        return cls(kind, content.hexdigest(), bucket_bytes, correspondence, topology, routes, cargo, buckets)
+        return cls(kind, content.hexdigest(), bucket_bytes, correspondence, topology, bound, routes, cargo, buckets)
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -96,11 +104,9 @@ class TransferPlan:
         recv_from = next((hop.sender for hop in hops if hop.receiver == worker), None)
         return recv_from, tuple(hop.receiver for hop in hops if hop.sender == worker)
 
-    def report(self) -> dict[str, Any]:
-        """Totals of one update, ready for JSON: see :func:`rlbridge.sync.plan.report.report_of`."""
-        from rlbridge.sync.plan.report import report_of  # which reads plans
-
-        return report_of(self)
+    def report(self, prediction: Prediction | None = None) -> dict[str, Any]:
+        """Totals of one update, ready for JSON: bytes by stage and link, the worst link, the bound with its terms."""
+        return report_of(self, prediction)
 
 
 class _Pieces:
