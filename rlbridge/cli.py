@@ -15,7 +15,7 @@ from rlbridge.exit_status import exit_status
 from rlbridge.layout.command import add_arguments
 from rlbridge.transport.errors import ConfigError
 
-_COMMANDS = ("run", "report", "doctor")
+_COMMANDS = ("run", "report", "layout", "doctor")
 _EXAMPLES = """\
 examples:
   rlbridge run grpo                                 the default job

@@ -1,4 +1,4 @@
-"""Finds or makes the layout that a user names: a saved file, a model under a parallelism, or a directory in an engine."""
+"""Finds or makes the layout that a user names: a saved file, a model and a parallelism, a directory in an engine."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_a_wrong_recipe_gets_the_nearest_name(cli: Cli) -> None:
     assert (status, err) == (2, "rlbridge: error: no recipe 'gpro'; did you mean 'grpo'?\n")
 
 
-@pytest.mark.parametrize("arguments", [("rnu",), ("run",), ("run", "--cfg"), ("doctor", "x"), ("report",)])
+@pytest.mark.parametrize("arguments", [("rnu",), ("run",), ("run", "--cfg"), ("doctor", "x"), ("report",), ("layout",)])
 def test_a_wrong_command_is_a_usage_error(cli: Cli, arguments: tuple[str, ...]) -> None:
     status, _, err = cli(*arguments)
     assert status == 2
@@ -55,8 +55,8 @@ def test_a_wrong_command_is_a_usage_error(cli: Cli, arguments: tuple[str, ...]) 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("rlbridge ", {"run", "report", "doctor"}),
-        ("rlbridge r", {"run", "report", "doctor"}),
+        ("rlbridge ", {"run", "report", "layout", "doctor"}),
+        ("rlbridge r", {"run", "report", "layout", "doctor"}),
         ("rlbridge run ", {"grpo", "ppo"}),
         ("rlbridge run g", {"grpo", "ppo"}),
         ("rlbridge doctor x", set()),
