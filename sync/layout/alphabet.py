@@ -119,7 +119,9 @@ class Alphabet:
             return flat.clone() if dtype.itemsize == 1 else flat.to(torch.int16)
         kept = self._kept_bytes(dtype)
         bits = flat.view(bits_dtype(kept))
-        return (bits if kept == dtype.itemsize else bits.view(flat.numel(), -1)[:, -1]).clone()
+        # NumPy asks for huge pages, which torch does not: touching fresh memory then costs less than the copy.
+        out = torch.from_numpy(np.empty(flat.numel() * kept, np.uint8)).view(bits_dtype(kept))
+        return out.copy_(bits if kept == dtype.itemsize else bits.view(flat.numel(), -1)[:, -1])
 
     def decode(self, dtype: torch.dtype, kept: torch.Tensor) -> NDArray[np.int64]:
         """Digits of what :meth:`read` kept, -1 where there is none."""

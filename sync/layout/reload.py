@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from rlbridge.sync.layout.depend import Group
-from rlbridge.sync.layout.live import box_of
-from rlbridge.sync.layout.loading import Loader
+from rlbridge.sync.layout.live import box_of, box_values
+from rlbridge.sync.layout.loading import Loader, Values
 from rlbridge.sync.layout.opaque import pieces
 from rlbridge.sync.layout.recover import boxes_without
 from rlbridge.sync.layout.source_map import Box, Opaque
 from rlbridge.sync.layout.values import RandomBits
-from rlbridge.sync.layout.verify import Claims, Mask, different_bits, differing
+from rlbridge.sync.layout.verify import Claims, Mask, by_source, different_bits, differing
 from rlbridge.transport.errors import LayoutError, RlbridgeError
 
 _ROUNDS = 4
@@ -58,11 +58,13 @@ def close_over_reload(loader: Loader, claims: Claims, seed: int) -> Claims:
 
 
 def _spoilt(loader: Loader, claims: Claims, inputs: list[str], seed: int) -> tuple[dict[str, Mask], Exception | None]:
-    """Runtime tensors in which a load of ``inputs`` after one of everything changes claimed elements, and which."""
+    """Runtime tensors in which claimed elements are wrong after an update, and which."""
     bits = RandomBits(loader.spec, seed)
     whole = loader.load(bits)
     opaque = {name: its for name, its in claims.opaque.items() if its}
     before = {name: whole[name].reshape(-1).clone() for name in opaque}
+    # The update of a receiver that holds other weights: a loader that skips what is incomplete must show.
+    _write_copies(claims.boxes, bits, loader.load(RandomBits(loader.spec, seed, None)))
     try:
         live = loader.load(bits, inputs)
     except RlbridgeError:
@@ -78,6 +80,18 @@ def _spoilt(loader: Loader, claims: Claims, inputs: list[str], seed: int) -> tup
         if mask.any():
             spoilt[name] = spoilt.get(name, np.zeros(mask.numel(), np.bool_)) | mask.numpy()
     return spoilt, None
+
+
+def _write_copies(boxes: Mapping[str, list[Box]], values: Values, live: Mapping[str, torch.Tensor]) -> None:
+    for source, its in by_source(boxes.values()).items():
+        loaded = values(source)
+        for box in its:
+            tensor = live[box.runtime]
+            flat = tensor.reshape(-1)  # a copy if its elements are not in order
+            part = box_values(box, loaded).to(device=tensor.device, dtype=tensor.dtype)
+            box_of(box, flat).copy_(part)
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view(tensor.shape))
 
 
 def _widened(loader: Loader, claims: Claims, spoilt: Mapping[str, Mask]) -> Claims:

@@ -154,16 +154,19 @@ class _Trial:
         return dict(sorted(found.items()))
 
 
-def differing(
-    boxes: dict[str, list[Box]], values: Values, live: dict[str, torch.Tensor], runtime: Iterable[str] | None = None
-) -> dict[str, Mask]:
+def by_source(boxes: Iterable[list[Box]]) -> dict[str, list[Box]]:
+    """Checkpoint tensor to its boxes, so that one set of values exists at a time."""
+    found: dict[str, list[Box]] = defaultdict(list)
+    for its in boxes:
+        for box in its:
+            found[box.tensor].append(box)
+    return found
+
+
+def differing(boxes: dict[str, list[Box]], values: Values, live: dict[str, torch.Tensor]) -> dict[str, Mask]:
     """Runtime tensors of which not all of ``boxes`` hold ``values`` after a cast, and which elements do not."""
-    by_source: dict[str, list[Box]] = defaultdict(list)
-    for name in boxes if runtime is None else runtime:
-        for box in boxes[name]:
-            by_source[box.tensor].append(box)
     found: dict[str, Mask] = {}
-    for source, its in by_source.items():
+    for source, its in by_source(boxes.values()).items():
         loaded = values(source)
         for box in its:
             tensor = live[box.runtime]
