@@ -20,16 +20,16 @@ async def test_computing_engine_gets_every_version_bit_for_bit(open_bridge, mode
 
 
 async def test_engines_of_all_kinds_share_one_plan(open_bridge) -> None:
-    async with open_bridge(SyncMode.FULLY_ASYNC, receivers=("computing", "float32", "fused x2"), versions=3) as bridge:
+    async with open_bridge(SyncMode.FULLY_ASYNC, receivers=("computing", "fused x2"), versions=3) as bridge:
         reports = {name: await bridge.report(name) for name in bridge.processes}
-    assert set(reports) == {"trainer-0", "trainer-1", "rollout-0", "rollout-1", "rollout-2", "rollout-2.1"}
+    assert set(reports) == {"trainer-0", "trainer-1", "rollout-0", "rollout-1", "rollout-1.1"}
     for name, report in reports.items():
         assert not report.error, f"{name}: {report.error}"
         assert report.versions == [0, 1, 2], name
         assert report.wrong == [], name
     (plan,) = bridge.of_kind(PlanMade)
     whole = {receiver["worker"]: receiver["whole"] for receiver in plan.report["coverage"]["receivers"]}
-    assert whole == {"rollout-0": 3, "rollout-1": 0, "rollout-2": 0, "rollout-2.1": 0}
+    assert whole == {"rollout-0": 3, "rollout-1": 0, "rollout-1.1": 0}
 
 
 async def test_trainer_that_computes_exports_what_it_computed(open_bridge) -> None:
