@@ -109,5 +109,9 @@ def test_a_trainer_of_integers_is_refused_by_name():
     trainer = RowShards(ALONE)
     trainer.live["o"] = trainer.live["o"].to(torch.int8)
     trainer.live["up"] = trainer.live["up"].to(torch.int8)
-    with pytest.raises(LayoutError, match="o, up"):
-        layout(trainer)
+    with pytest.raises(LayoutError, match="another kind of numbers") as caught:
+        correspond(SPEC, {"t": layout(trainer)}, {"r": layout(Vllm(ALONE))})
+    assert str(caught.value).splitlines()[1:-1] == [
+        "  t: o is int8, o travels as bfloat16",
+        "  t: up is int8, up travels as bfloat16",
+    ]
