@@ -103,7 +103,11 @@ def correspond(
     wire = {name: tensor.dtype for name, tensor in spec.tensors.items()} | dict(wire_dtypes or {})
     for name in {wire[name] for name in spec.tensors}:
         torch_dtype(name)
-    digests = {worker: _digest(layout) for worker, layout in [*senders.items(), *receivers.items()]}
+    known: dict[int, str] = {}  # by identity: replicas often share one object
+    digests = {
+        worker: known.get(id(layout)) or known.setdefault(id(layout), _digest(layout))
+        for worker, layout in [*senders.items(), *receivers.items()]
+    }
     sending, receiving = _distinct(senders, digests), _distinct(receivers, digests)
     held = {workers: [*layout.boxes, *layout.aliases] for workers, layout in sending.items()}
     needed = {workers: layout.boxes for workers, layout in receiving.items()}

@@ -1,4 +1,4 @@
-"""Planning time and memory against model size, for docs/benchmarks.md: one line of figures for each job.
+"""Planning time (of one core) and memory against model size: one line of figures for each job.
 
 python docs/tools/plan_scale.py                     # the curve, then the largest job
 python docs/tools/plan_scale.py MODEL TRAINER ROLLOUT [NODE_GPUS]
@@ -41,14 +41,14 @@ def measure(model: str, trainer: str, rollout: str, gpus: int) -> None:
     rollouts = rollout_layouts(shape, rollout, gpus, first_node=1 + trainers[-1].node)
     nodes = {placed.worker: f"node{placed.node:03}" for placed in [*trainers, *rollouts]}
     before_gb = peak_gb()
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     correspondence = correspond(
         spec_of_shape(shape), {p.worker: p.layout for p in trainers}, {p.worker: p.layout for p in rollouts}
     )
-    cut_s = time.perf_counter() - start_s
+    cut_s = time.process_time() - start_s
     topology = Topology(nodes, NodeRates.of_gbps(400, 3600))
     plan = plan_transfer(correspondence, topology, bucket_bytes=BUCKET_BYTES)
-    plan_s = time.perf_counter() - start_s
+    plan_s = time.process_time() - start_s
     report = plan.report()
     sys.stdout.write(
         f"{model} {trainer} -> {rollout}: {report['atoms']} atoms in {len(correspondence.table.classes)} classes, "
@@ -57,12 +57,12 @@ def measure(model: str, trainer: str, rollout: str, gpus: int) -> None:
         f"busiest link {report['over_bound']:.4f} of it\n"
     )
     for worker in (trainers[0].worker, rollouts[-1].worker):
-        start_s = time.perf_counter()
+        start_s = time.process_time()
         program = plan.program(worker)
         pieces = sum(len(bucket.pieces) for bucket in program.buckets)
         sys.stdout.write(
             f"  program of {worker}: {len(program.buckets)} buckets, {pieces} pieces, "
-            f"{time.perf_counter() - start_s:.1f} s, peak {peak_gb():.2f} GB\n"
+            f"{time.process_time() - start_s:.1f} s, peak {peak_gb():.2f} GB\n"
         )
 
 

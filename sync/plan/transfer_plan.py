@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from rlbridge.sync.correspondence import Correspondence
-from rlbridge.sync.layout.algebra import contains, region, restrict
+from rlbridge.sync.layout.algebra import Region
 from rlbridge.sync.layout.source_map import Box
 from rlbridge.sync.plan.atoms import Part
 from rlbridge.sync.plan.bound import Bound
@@ -126,9 +126,28 @@ class _Pieces:
         pieces: list[Piece] = []
         at_bytes = 0
         for part in parts:
-            around = [box for box in self._boxes.get(part.tensor, ()) if contains(region(box), part.area)]
-            for box in around[:1] if packs else around:
-                cut = restrict(box, part.area)
-                pieces.append(Piece(box.runtime, cut.offset, cut.count, cut.strides, part.dtype, at_bytes))
+            for box in self._boxes.get(part.tensor, ()):
+                place = _place(box, part.area)
+                if place is not None:
+                    offset, strides = place
+                    pieces.append(Piece(box.runtime, offset, part.area.count, strides, part.dtype, at_bytes))
+                    if packs:
+                        break
             at_bytes += part.size_bytes
         return tuple(pieces)
+
+
+def _place(box: Box, area: Region) -> tuple[int, tuple[int, ...]] | None:
+    """Offset and strides of ``area`` in the runtime tensor of ``box``; ``None`` if the box does not hold all of it.
+
+    What ``contains`` and ``restrict`` say, in one pass: large models have a hundred thousand pieces for each worker.
+    """
+    offset, strides = box.offset, []
+    for d, n in enumerate(area.count):
+        first, rest = divmod(area.start[d] - box.start[d], box.step[d])
+        per_step, uneven = divmod(area.step[d], box.step[d]) if n > 1 else (0, 0)
+        if rest or uneven or first < 0 or first + (n - 1) * per_step >= box.count[d]:
+            return None
+        offset += first * box.strides[d]
+        strides.append(box.strides[d] * per_step)
+    return offset, tuple(strides)
