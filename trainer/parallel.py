@@ -40,7 +40,8 @@ def process_group(rank: int, world: int, rendezvous: Path, timeout_s: float) -> 
         yield
     finally:
         dist.destroy_process_group()
-        rendezvous.unlink(missing_ok=True)
+        if rank == 0:  # the first to leave must not take the file from ranks that still open a group over it
+            rendezvous.unlink(missing_ok=True)
 
 
 def world_size() -> int:
