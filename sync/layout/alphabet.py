@@ -35,9 +35,13 @@ _INTEGER_BITS = {torch.int8: 7, torch.uint8: 7} | dict.fromkeys(
 )
 
 
+CARRIERS = (*_FLOATS, *_INTEGER_BITS)
+"""The dtypes that can be probed."""
+
+
 def can_carry_digits(dtype: torch.dtype) -> bool:
     """Whether tensors of ``dtype`` can be probed at all."""
-    return dtype in _FLOATS or dtype in _INTEGER_BITS
+    return dtype in CARRIERS
 
 
 @dataclass(frozen=True)

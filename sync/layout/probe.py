@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from rlbridge.sync.layout.alphabet import Alphabet, can_carry_digits
+from rlbridge.sync.layout.alphabet import CARRIERS, Alphabet, can_carry_digits
 from rlbridge.sync.layout.digits import Digits
 from rlbridge.sync.layout.dtypes import bit_view, torch_dtype
 from rlbridge.sync.layout.elements import Ids
@@ -75,10 +75,10 @@ def probe(loader: Loader, wanted: Iterable[str], names: Iterable[str] | None = N
 
 
 def digits_for(loader: Loader) -> Digits:
-    """Digits that every dtype on the way holds."""
+    """Digits that every dtype on the way holds, on every rank: one may send its tensors to the others."""
     dtypes = {torch_dtype(tensor.dtype) for tensor in loader.spec.tensors.values()}
-    live = can_be_probed(loader.spec, loader.live())
-    return Digits(loader.spec, Alphabet.of(dtypes | {tensor.dtype for tensor in live.values()}))
+    dtypes |= {tensor.dtype for tensor in can_be_probed(loader.spec, loader.live()).values()}
+    return Digits(loader.spec, Alphabet.of(dtype for dtype in CARRIERS if loader.any_rank(dtype in dtypes)))
 
 
 def run_passes(
