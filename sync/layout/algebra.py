@@ -5,7 +5,9 @@ A *region* is a box's set of checkpoint elements: one arithmetic progression per
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
@@ -98,10 +100,64 @@ def split(area: Region, max_elements: int) -> list[Region]:
 
 
 def partition(regions: Sequence[Region]) -> list[tuple[Region, frozenset[int]]]:
-    """The coarsest cells found by cutting ``regions`` at each other, each with the indices of the regions it lies in.
+    """Few cells found by cutting ``regions`` at each other, each with the indices of the regions it lies in.
 
-    Cells are disjoint, together they are the union, and each is wholly inside or wholly outside every region.
+    Cells are disjoint, together they are the union, and each is wholly inside or wholly outside every region. Regions
+    without steps take time in proportion to the cells; others are cut pair by pair.
     """
+    if all(step == 1 for area in regions for step in area.step):
+        cells = _Slabs(regions).cells(frozenset(range(len(regions))), 0) if regions else []
+        found = [(Region(*_columns(axes), (1,) * len(axes)), members) for axes, members in cells]
+    else:
+        found = _partition_pairwise(regions)
+    return sorted(found, key=lambda item: item[0].start)
+
+
+class _Slabs:
+    """Cuts regions without steps along the first axis into slabs, and each slab along the next one."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self._regions = regions
+        self._known: dict[tuple[frozenset[int], int], list[tuple[_Ranges, frozenset[int]]]] = {}
+
+    def cells(self, members: frozenset[int], d: int) -> list[tuple[_Ranges, frozenset[int]]]:
+        """Start and count of each cell along the axes from ``d`` on; all ``members`` are alike along those before."""
+        if d == len(self._regions[0].start):
+            return [((), members)]
+        key = (members, d)
+        if key not in self._known:
+            self._known[key] = [
+                (((start, count), *rest), inside)
+                for start, count, crossing in self._cut(members, d)
+                for rest, inside in self.cells(crossing, d + 1)
+            ]
+        return self._known[key]
+
+    def _cut(self, members: frozenset[int], d: int) -> Iterator[tuple[int, int, frozenset[int]]]:
+        """Ranges along axis ``d``, each with those of ``members`` that cross it."""
+        opening: dict[int, set[int]] = defaultdict(set)
+        closing: dict[int, set[int]] = defaultdict(set)
+        for i in members:
+            begin, count = self._regions[i].start[d], self._regions[i].count[d]
+            opening[begin].add(i)
+            closing[begin + count].add(i)
+        crossing: frozenset[int] = frozenset()
+        cuts = sorted({*opening, *closing})
+        for begin, end in itertools.pairwise(cuts):
+            crossing = (crossing - closing[begin]) | opening[begin]
+            if crossing:
+                yield begin, end - begin, crossing
+
+
+_Ranges = tuple[tuple[int, int], ...]
+"""start, count per axis."""
+
+
+def _columns(axes: _Ranges) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(start for start, _ in axes), tuple(count for _, count in axes)
+
+
+def _partition_pairwise(regions: Sequence[Region]) -> list[tuple[Region, frozenset[int]]]:
     cells: list[tuple[Region, frozenset[int]]] = []
     for index, area in enumerate(regions):
         refined: list[tuple[Region, frozenset[int]]] = []
@@ -115,7 +171,7 @@ def partition(regions: Sequence[Region]) -> list[tuple[Region, frozenset[int]]]:
             refined += [(rest, members) for rest in subtract(cell, common)]
             left = [rest for part in left for rest in subtract(part, common)]
         cells = refined + [(rest, frozenset({index})) for rest in left]
-    return sorted(cells, key=lambda item: item[0].start)
+    return cells
 
 
 _Axis = tuple[int, int, int]

@@ -50,8 +50,16 @@ def test_splitting_keeps_the_row_major_order(area, largest):
     assert all(size(part) <= largest for part in parts)
 
 
+def unstepped(dims: int):
+    """Regions without steps, which have a fast path of their own."""
+    return regions(dims).map(lambda area: Region(area.start, area.count, (1,) * dims))
+
+
 @exact
-@given(st.integers(1, 2).flatmap(lambda n: st.lists(regions(n), min_size=1, max_size=4)))
+@given(
+    st.integers(1, 2).flatmap(lambda n: st.lists(regions(n), min_size=1, max_size=4))
+    | st.integers(0, 3).flatmap(lambda n: st.lists(unstepped(n), min_size=1, max_size=6))
+)
 def test_cells_are_disjoint_and_inside_or_outside_of_every_region(areas):
     cells = partition(areas)
     everything = [e for cell, _ in cells for e in elements(cell)]
@@ -82,6 +90,16 @@ def test_a_restricted_box_puts_the_same_elements_in_the_same_places(pair, offset
     if common != inner:
         with pytest.raises(LayoutError, match="'p'"):
             restrict(box, inner)
+
+
+def test_a_grid_is_cut_into_its_crossings():
+    rows = [Region((i, 0), (1, 64), (1, 1)) for i in range(64)]
+    columns = [Region((0, 8 * i), (64, 8), (1, 1)) for i in range(8)]
+    cells = partition([*rows, *columns])
+    assert len(cells) == 64 * 8
+    assert all(members == {cell.start[0], 64 + cell.start[1] // 8} for cell, members in cells)
+    blocks = [Region((i, j), (1, 1), (1, 1)) for i in range(200) for j in range(40)]
+    assert [cell for cell, _ in partition(blocks)] == blocks
 
 
 def test_splitting_into_nothing_is_refused():
