@@ -23,6 +23,8 @@ View = Callable[[torch.Tensor], torch.Tensor]
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 STYLES = ("streamed", "reversed", "listed twice", "tolerant mapping", "whole mapping", "replacing")
 """How a loader takes its weights. Only ``"whole mapping"`` raises on a subset of the checkpoint."""
+SKIPS_WHAT_IS_INCOMPLETE = ("tolerant mapping", "replacing")
+"""Those that leave a runtime tensor alone unless they have all that goes into it."""
 
 ARITHMETIC = ("double", "plus one", "exp", "abs", "in place")
 VALUE_DEPENDENT = ("abs",)
