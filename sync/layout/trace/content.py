@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rlbridge.sync.layout.trace.casts import Chain, cast, reinterpret
-from rlbridge.sync.layout.trace.pieces import Piece, TooIrregularError, compose, flat, piece, without
+from rlbridge.sync.layout.trace.pieces import Piece, TooIrregularError, compose, flat, piece, reach, without
 
 
 class Copied(NamedTuple):
@@ -52,6 +53,32 @@ class Content:
     real: bool = False
     keep: object = None
     entries: list[Entry] = field(default_factory=list)
+    _lows: list[int] = field(default_factory=list)
+    _reach: int = 0
+
+    def replace(self, first: int, stop: int, new: Iterable[Entry]) -> None:
+        """Put ``new`` in the place of ``entries[first:stop]``; entries are kept by ascending first destination."""
+        ordered = sorted(new, key=_low)
+        if ordered:
+            # What is left of an old entry may begin behind entries that are not replaced.
+            behind = max(stop, bisect_left(self._lows, _low(ordered[-1])))
+            ordered, stop = sorted([*ordered, *self.entries[stop:behind]], key=_low), behind
+        self.entries[first:stop] = ordered
+        self._lows[first:stop] = [_low(entry) for entry in ordered]
+        self._reach = max([self._reach, *(reach(part) for part, _ in ordered)])
+
+    def set_entries(self, new: Iterable[Entry]) -> None:
+        """Replace all entries."""
+        self._reach = 0
+        self.replace(0, len(self.entries), new)
+
+    def near(self, low: int, high: int) -> tuple[int, int]:
+        """The range of the only entries that can have destinations in ``low .. high``."""
+        return bisect_left(self._lows, low - self._reach), bisect_right(self._lows, high)
+
+
+def _low(entry: Entry) -> int:
+    return entry[0].at
 
 
 class WidthError(Exception):
@@ -64,13 +91,14 @@ def read(content: Content, into: torch.Tensor, out_of: torch.Tensor) -> list[Ent
     Raises:
         WidthError, TooIrregularError: it cannot be said.
     """
-    if not content.entries:
+    if not content.entries or out_of.numel() == 0:
         return []
     if content.unit != out_of.element_size():
         raise WidthError
     asked = between(into, out_of)
     found: list[Entry] = []
-    for written, origin in content.entries:
+    first, stop = content.near(*_span(out_of))
+    for written, origin in content.entries[first:stop]:
         for part in compose(asked, written):
             seen = origin
             if isinstance(origin, Copied):
@@ -83,8 +111,8 @@ def inputs(content: Content, view: torch.Tensor) -> frozenset[str]:
     """The checkpoint tensors that the elements of ``view``, in ``content``, depend on."""
     if not content.entries:
         return frozenset()
-    if len(content.entries) == 1 and content.unit == view.element_size():
-        return inputs_of(content.entries[0][1]) if view.numel() else frozenset()
+    if len(content.entries) == 1 and content.entries[0][0] == flat(view.numel()):
+        return inputs_of(content.entries[0][1])
     try:
         return frozenset().union(*(inputs_of(origin) for _, origin in read(content, view, view)))
     except (WidthError, TooIrregularError):
@@ -97,14 +125,16 @@ def overwrite(content: Content, view: torch.Tensor, new: Iterable[Entry]) -> Non
     Raises:
         WidthError, TooIrregularError: it cannot be said; nothing is changed.
     """
+    if view.numel() == 0:
+        return
     if not content.entries:
         content.unit = view.element_size()
     elif content.unit != view.element_size():
         raise WidthError
-    else:
-        hole = between(view, view)
-        content.entries = [(left, origin) for old, origin in content.entries for left in without(old, hole)]
-    content.entries += new
+    hole = between(view, view)
+    first, stop = content.near(*_span(view))
+    kept = [(left, origin) for old, origin in content.entries[first:stop] for left in without(old, hole)]
+    content.replace(first, stop, [*kept, *new])
 
 
 def whole(name: str, count: int, dtype: str) -> list[Entry]:
@@ -158,6 +188,12 @@ def between(into: torch.Tensor, out_of: torch.Tensor) -> Piece:
     """The piece that copies one view, element by element, to another one of the same shape."""
     offsets: tuple[Any, Any] = into.storage_offset(), out_of.storage_offset()
     return piece(*offsets, zip(into.shape, into.stride(), out_of.stride(), strict=True))
+
+
+def _span(view: torch.Tensor) -> tuple[int, int]:
+    """First and last address."""
+    offset: Any = view.storage_offset()
+    return offset, offset + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
 
 
 def _placeless(part: Piece) -> Piece:

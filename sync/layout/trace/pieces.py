@@ -59,6 +59,11 @@ def flat(count: int) -> Piece:
     return Piece(0, 0, ((count, 1, 1),) if count > 1 else ())
 
 
+def reach(part: Piece) -> int:
+    """From the first to the last destination."""
+    return sum((n - 1) * there for n, there, _ in part.dims)
+
+
 def compose(read: Piece, written: Piece) -> list[Piece]:
     """What ``read`` (destination from X) gets of what was ``written`` (X from source): destination from source."""
     low, high = _span(read.of, [(d[0], d[2]) for d in read.dims])

@@ -94,7 +94,7 @@ class Store:
     def checkpoint(self, name: str, spec: TensorSpec) -> torch.Tensor:
         """A checkpoint tensor without memory."""
         tensor, content = self._phantom(spec.shape, None, torch_dtype(spec.dtype))
-        content.entries = whole(name, tensor.numel(), spec.dtype)
+        content.set_entries(whole(name, tensor.numel(), spec.dtype))
         return tensor
 
     def stand_in(self, name: str, spec: TensorSpec) -> torch.Tensor:
@@ -103,7 +103,7 @@ class Store:
         tensor = torch.zeros(spec.shape, dtype=dtype)
         if dtype.is_floating_point:
             tensor = torch.ones(spec.shape).to(dtype)  # a zero would be a bad divisor, a one a bad index
-        self.adopt(tensor, real=True).entries = whole(name, tensor.numel(), spec.dtype)
+        self.adopt(tensor, real=True).set_entries(whole(name, tensor.numel(), spec.dtype))
         return tensor
 
     def blank(
@@ -193,7 +193,7 @@ class Store:
         except (WidthError, TooIrregularError) as error:
             lost = inputs(content, into).union(*(inputs_of(origin) for _, origin in found))
             everything = torch.empty(0, dtype=into.dtype, device=into.device).set_(into.untyped_storage())
-            content.entries = []
+            content.set_entries([])
             overwrite(content, everything, self._unclear(everything, lost, op, error))
 
     def give_values(self, real: torch.Tensor, like: torch.Tensor | None, names: frozenset[str], reason: str) -> None:
@@ -201,7 +201,8 @@ class Store:
         known = None if like is None else self.of(like)
         content = self.adopt(real)
         if like is not None and known is not None and _alike(real, like):
-            content.unit, content.entries = known.unit, list(known.entries)
+            content.unit = known.unit
+            content.set_entries(known.entries)
         else:
             self.lose(real, names, reason)
         content.real = True

@@ -66,6 +66,16 @@ def windows(a, b):
     return torch.cat([out, a])
 
 
+def interleaved(a, b):
+    out = torch.zeros(6, 10, 3, dtype=a.dtype)
+    for i in (2, 0, 1, 0):
+        out[..., i] = a if i else a.flip(0)
+    out[:0] = b[:0, :, None]
+    out[1:3, 4, 1:].zero_()
+    out[:4, 2:4, 2] = b[:, 5:7]
+    return out
+
+
 def foreach(a, b):
     out = torch.empty(10, 10, dtype=a.dtype)
     torch._foreach_copy_([out[:6], out[6:]], [a, b])
@@ -129,10 +139,12 @@ FORMULAS = {
     "index_put and index_copy": scattered,
     "columns by index": columns_put,
     "overlapping writes": windows,
+    "interleaved writes": interleaved,
     "foreach copy": foreach,
     "as_strided": strided,
     "data": rebound,
     "bits": lambda a, b: a.view(torch.int64).T.contiguous().view(torch.float64),
+    "nothing": lambda a, b: torch.cat([a[:0], b, a[2:2]]),
     "scalar": lambda a, b: a[3, 4],
 }
 
