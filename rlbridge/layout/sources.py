@@ -51,6 +51,8 @@ def parse_source(text: str, defaults: Source) -> Source:
             f"{text}: cannot read it; give WHERE, WHERE:ENGINE, WHERE:PARALLELISM or WHERE:PARALLELISM:RANK"
         )
     _, engine, parallel, rank, *_ = defaults
+    if parts and parts[0] not in ENGINES and not any(character.isdecimal() for character in parts[0]):
+        raise ConfigError(f"{text}: {parts[0]!r} is no engine{suggestion(parts[0], ENGINES)}")
     if parts:
         engine, parallel = (parts[0], None) if parts[0] in ENGINES else (None, parts[0])
     if len(parts) == 2:
