@@ -19,7 +19,7 @@ from rlbridge.transport.errors import PlanError
 Loads = tuple[tuple[str, float], ...]
 """(link, bytes on it for each byte of the choice)."""
 
-_PROGRAMME_OPTIONS_MAX = 40_000
+_PROGRAMME_OPTIONS_MAX = 100_000
 """Beyond this many options in one programme (seconds) work is shared by filling up the least loaded link instead."""
 _STEPS = 1 << 20
 """Shares are multiples of 1 / _STEPS, so that the last bits of floating point leave no trace in a plan."""
