@@ -133,7 +133,8 @@ def _boxes(
     """The cells as boxes, cut where one checkpoint tensor ends and the next one follows."""
     if cells is None:
         return None
-    boxes, waiting = [], cells[::-1]
+    boxes: list[Box] = []
+    waiting = cells[::-1]
     while waiting:
         cell = waiting.pop()
         source = int(np.searchsorted(starts, cell.first, side="right")) - 1
