@@ -143,6 +143,8 @@ def _boxes(
         if parts is not None:
             waiting += parts
             continue
+        if cell.first >= first + math.prod(shape):
+            return None  # the digits of what is no copy lead beyond the last tensor
         box = _as_box(runtime, names[source], shape, cell.first - first, cell)
         if box is None or len(boxes) > _MAX_CELLS:
             return None

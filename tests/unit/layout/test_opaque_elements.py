@@ -217,3 +217,17 @@ def test_nothing_is_loaded_again_without_opaque_elements():
     loads.clear()
     discover(spec, load, lambda: live)
     assert len(loads) == 1 + 2  # the trace, two proofs
+
+
+@METHODS
+def test_a_computed_value_whose_digits_lead_beyond_the_checkpoint(method):
+    spec = CheckpointSpec({"a": TensorSpec((6,), "float32"), "b": TensorSpec((6,), "float32")})
+    live = {"a": torch.zeros(6), "b": torch.zeros(6, dtype=torch.float8_e4m3fn)}
+
+    def load(weights):
+        for name, tensor in weights:
+            live[name].copy_(tensor * 2 if name == "a" else tensor)
+
+    layout = discover(spec, load, lambda: live, method=method)
+    assert [(part.runtime, part.count, part.inputs) for part in layout.opaque] == [("a", (6,), ("a",))]
+    assert [box.runtime for box in layout.boxes] == ["b"]
