@@ -32,18 +32,16 @@ class Prediction(msgspec.Struct, frozen=True):
 
     Attributes:
         seconds: until the last worker is done.
-        done_s: worker to the time at which it is done.
         worst_link, worst_link_s: the link with the most work, and that work at full rate.
         peak_staging_bytes: worker to the most bytes of bucket buffers that it held at a time.
-        coarsened: how many buckets were taken as one, with the budget scaled alike, to keep large plans quick.
+        simulated: part of the plan that was run; the rest of its time is what the same rate gives.
     """
 
     seconds: float
-    done_s: dict[str, float]
     worst_link: str | None
     worst_link_s: float
     peak_staging_bytes: dict[str, int]
-    coarsened: int = 1
+    simulated: float = 1.0
 
 
 def predict(
@@ -55,40 +53,47 @@ def predict(
         plan: planned or a baseline.
         staging_bytes: budget for bucket buffers of one worker.
         latency_s: of one message.
-        hops_max: about how many messages are simulated at most; beyond it buckets are joined, which makes the
-            prediction a few percent slower than it would be.
+        hops_max: about how many messages are simulated at most (each takes some microseconds). Of a larger plan the
+            first part is run: all routes advance in proportion, so it has the same work as any other part.
 
     Raises:
         PlanError: the plan has a deadlock.
     """
-    factor = _coarsening(plan, hops_max)
-    table = plan.correspondence.table
-    buckets = plan.buckets
-    if factor > 1:
-        buckets = Buckets.of(plan.routes, plan.cargo, table, plan.bucket_bytes * factor)
-    run = _Run(plan, buckets, staging_bytes * factor, latency_s)
-    run.run()
     seconds = link_seconds(plan, link_bytes(plan))
     worst = max(seconds, key=lambda link: (seconds[link], link), default=None)
-    return Prediction(
-        seconds=max(run.done_s, default=0.0),
-        done_s=dict(zip(plan.workers, run.done_s, strict=True)),
-        worst_link=worst,
-        worst_link_s=seconds[worst] if worst else 0.0,
-        peak_staging_bytes={w: -(-n // factor) for w, n in zip(plan.workers, run.peak_bytes, strict=True)},
-        coarsened=factor,
-    )
+    busiest_s = seconds[worst] if worst else 0.0
+    hops = np.cumsum(np.diff(plan.routes.hop_begin)[plan.buckets.route])
+    count = int(np.searchsorted(hops, hops_max, side="right"))
+    part = _run(plan, len(hops) if count == len(hops) else max(1, count), staging_bytes, latency_s)
+    total_s = part.seconds
+    if part.buckets < len(hops):
+        # A shorter part tells what belongs to beginning and end, and what every second of work on a link takes.
+        less = _run(plan, max(1, part.buckets // 2), staging_bytes, latency_s)
+        work_s = part.busiest_s - less.busiest_s
+        rate = max(1.0, (part.seconds - less.seconds) / work_s) if work_s > 0 else part.seconds / part.busiest_s
+        total_s = part.seconds + rate * max(0.0, busiest_s - part.busiest_s)
+    return Prediction(total_s, worst, busiest_s, part.peak_staging_bytes, part.buckets / max(1, len(hops)))
 
 
-def _coarsening(plan: TransferPlan, hops_max: int) -> int:
-    hops = np.diff(plan.routes.hop_begin)
-    factor = 1
-    while factor < 1 << 20:
-        messages = int((-(-plan.cargo.route_bytes // (plan.bucket_bytes * factor)) * hops).sum())
-        if messages <= hops_max or messages <= int(hops.sum()):
-            break
-        factor *= 2
-    return factor
+class _Part(msgspec.Struct, frozen=True):
+    """The first ``buckets`` of a plan: when they are delivered, and what its busiest link has to do for them."""
+
+    buckets: int
+    seconds: float
+    busiest_s: float
+    peak_staging_bytes: dict[str, int]
+
+
+def _run(plan: TransferPlan, count: int, staging_bytes: int, latency_s: float) -> _Part:
+    whole = plan.buckets
+    buckets = Buckets(whole.route[:count], whole.begin[:count], whole.end[:count])
+    run = _Run(plan, buckets, staging_bytes, latency_s)
+    run.run()
+    routes = len(plan.cargo.route_bytes)
+    route_bytes = np.zeros(routes, np.int64)
+    np.add.at(route_bytes, buckets.route, buckets.payload_bytes)
+    busiest_s = max(link_seconds(plan, link_bytes(plan, route_bytes)).values(), default=0.0)
+    return _Part(count, run.seconds, busiest_s, dict(zip(plan.workers, run.peak_bytes, strict=True)))
 
 
 class _Links:
@@ -135,7 +140,7 @@ class _Run:
         self._next = [0] * count
         self._used_bytes = [0] * count
         self.peak_bytes = [0] * count
-        self.done_s = [0.0] * count
+        self.seconds = 0.0
         self._has_buffer: set[int] = set()
         self._has_bytes: set[int] = set()
         self._unsent: dict[int, int] = {}
@@ -210,7 +215,7 @@ class _Run:
             self._has_buffer.discard(seat)
             self._has_bytes.discard(seat)
             self._used_bytes[worker] -= self._size[bucket]
-            self.done_s[worker] = now_s
+            self.seconds = now_s
             self._buy(worker, now_s)
 
 

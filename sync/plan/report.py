@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlbridge.sync.plan.atoms import Ints
 from rlbridge.sync.plan.tables import STAGES
 
 if TYPE_CHECKING:
@@ -17,11 +18,16 @@ LinkBytes = dict[str, dict[str, int]]
 """Link (``out:NODE``, ``in:NODE``, ``send:WORKER``, ``take:WORKER``) to stage to bytes."""
 
 
-def link_bytes(plan: TransferPlan) -> LinkBytes:
-    """Payload bytes on every link that is used, by stage."""
+def link_bytes(plan: TransferPlan, route_bytes: Ints | None = None) -> LinkBytes:
+    """Payload bytes on every link that is used, by stage.
+
+    Args:
+        plan: any kind of plan.
+        route_bytes: ``[R]`` bytes on each route, if not all of them.
+    """
     nodes = [plan.topology.nodes[worker] for worker in plan.workers]
     found: LinkBytes = defaultdict(lambda: defaultdict(int))
-    for (sender, receiver, stage), size_bytes in _pairs(plan).items():
+    for (sender, receiver, stage), size_bytes in _pairs(plan, route_bytes).items():
         if nodes[sender] == nodes[receiver]:
             links = (f"send:{plan.workers[sender]}", f"take:{plan.workers[receiver]}")
         else:
@@ -31,13 +37,14 @@ def link_bytes(plan: TransferPlan) -> LinkBytes:
     return {link: dict(found[link]) for link in sorted(found)}
 
 
-def _pairs(plan: TransferPlan) -> dict[tuple[int, int, int], int]:
+def _pairs(plan: TransferPlan, route_bytes: Ints | None = None) -> dict[tuple[int, int, int], int]:
     """(sender, receiver, stage) to bytes."""
     routes, workers = plan.routes, len(plan.workers)
     keys = (routes.stage * workers + routes.sender) * workers + routes.receiver
     distinct, which = np.unique(keys, return_inverse=True)
     sums = np.zeros(len(distinct), np.int64)
-    np.add.at(sums, which.reshape(-1), plan.cargo.route_bytes[routes.route_of_hop])
+    route_bytes = plan.cargo.route_bytes if route_bytes is None else route_bytes
+    np.add.at(sums, which.reshape(-1), route_bytes[routes.route_of_hop])
     rest, receiver = np.divmod(distinct, workers)
     stage, sender = np.divmod(rest, workers)
     columns = (sender.tolist(), receiver.tolist(), stage.tolist())

@@ -141,13 +141,19 @@ def test_a_small_budget_makes_a_long_way_slow():
     assert narrow > len(plan.buckets.route) * 0.1 > wide
 
 
-def test_large_plans_are_simulated_in_larger_buckets():
+@pytest.mark.parametrize("kind", ["planned", "p2p"])
+def test_of_large_plans_a_part_is_run(kind):
     correspondence, topology = replicas(4, per_node=2)
-    plan = plan_transfer(correspondence, topology, bucket_bytes=KIB)
-    exact = predict(plan, staging_bytes=64 * KIB, latency_s=0)
-    coarse = predict(plan, staging_bytes=64 * KIB, latency_s=0, hops_max=2000)
-    assert (exact.coarsened, coarse.coarsened > 1) == (1, True)
-    assert coarse.seconds == pytest.approx(exact.seconds, rel=0.1)
+    if kind == "planned":
+        plan = plan_transfer(correspondence, topology, bucket_bytes=KIB)
+    else:
+        plan = plan_baseline(BaselineKind(kind), correspondence, topology, bucket_bytes=KIB)
+    exact = predict(plan, staging_bytes=8 * KIB, latency_s=2e-3)
+    part = predict(plan, staging_bytes=8 * KIB, latency_s=2e-3, hops_max=3000)
+    assert exact.seconds > 1.02 * exact.worst_link_s, "latency costs something with so little room"
+    assert exact.simulated == 1.0
+    assert part.simulated < 0.5
+    assert part.seconds == pytest.approx(exact.seconds, rel=0.05)
 
 
 def test_an_order_that_deadlocks_is_found():
