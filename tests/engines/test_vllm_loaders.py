@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from real_engines import UNUSED, run_programs, write_checkpoint, write_job
+from real_engines import UNUSED, run_programs, run_rlbridge, write_checkpoint, write_job
 from safetensors.torch import load_file
 
 from rlbridge.sync.layout.checkpoint import read_spec
+from rlbridge.sync.layout.codec import map_hash
 from rlbridge.sync.layout.discover import landed_nowhere
 from rlbridge.sync.layout.dtypes import bit_view
 from rlbridge.sync.layout.source_map import Box, SourceMap
@@ -167,6 +169,17 @@ def test_experts_are_sliced_or_apart(ranks, width, holders):
     found = [[box for rank in ranks for box in rank.boxes(gate)] for gate in gates]
     assert [len(boxes) for boxes in found] == holders
     assert {box.count for boxes in found for box in boxes} == {(width, HIDDEN)}
+
+
+@pytest.mark.parametrize(("world", "case"), [(1, "experts")])
+def test_layout_command_shows_the_same_map(ranks, case, checkpoints):
+    shown = json.loads(
+        run_rlbridge("layout", str(checkpoints[case]), "--engine", "vllm", "--json", deadline_s=DEADLINE_S)
+    )
+    assert shown["hash"] == map_hash(ranks[0].layout)
+    assert [tensor["name"] for tensor in shown["tensors"]] == list(ranks[0].layout.runtime)
+    assert not shown["nowhere"]
+    assert not shown["probed"]
 
 
 def rebuilt(layout: SourceMap, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -124,6 +124,16 @@ def _kill(process: psutil.Popen) -> None:
     process.wait()
 
 
+def run_rlbridge(*arguments: str, deadline_s: float) -> str:
+    """Run the command line where vLLM is installed; returns its standard output."""
+    command = [sys.executable, "-m", "rlbridge", *arguments]
+    ended = subprocess.run(
+        command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=deadline_s, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
 def write_job(path: Path, **job: object) -> str:
     """A program's job as a JSON file."""
     path.write_bytes(msgspec.json.encode(job))
