@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import count
 
 import msgspec
 import numpy as np
@@ -63,8 +64,8 @@ def predict(
     worst = max(seconds, key=lambda link: (seconds[link], link), default=None)
     busiest_s = seconds[worst] if worst else 0.0
     hops = np.cumsum(np.diff(plan.routes.hop_begin)[plan.buckets.route])
-    count = int(np.searchsorted(hops, hops_max, side="right"))
-    part = _run(plan, len(hops) if count == len(hops) else max(1, count), staging_bytes, latency_s)
+    within = int(np.searchsorted(hops, hops_max, side="right"))
+    part = _run(plan, max(min(1, len(hops)), within), staging_bytes, latency_s)
     total_s = part.seconds
     if part.buckets < len(hops):
         # A shorter part tells what belongs to beginning and end, and what every second of work on a link takes.
@@ -84,16 +85,16 @@ class _Part(msgspec.Struct, frozen=True):
     peak_staging_bytes: dict[str, int]
 
 
-def _run(plan: TransferPlan, count: int, staging_bytes: int, latency_s: float) -> _Part:
+def _run(plan: TransferPlan, first: int, staging_bytes: int, latency_s: float) -> _Part:
     whole = plan.buckets
-    buckets = Buckets(whole.route[:count], whole.begin[:count], whole.end[:count])
+    buckets = Buckets(whole.route[:first], whole.begin[:first], whole.end[:first])
     run = _Run(plan, buckets, staging_bytes, latency_s)
     run.run()
     routes = len(plan.cargo.route_bytes)
     route_bytes = np.zeros(routes, np.int64)
     np.add.at(route_bytes, buckets.route, buckets.payload_bytes)
     busiest_s = max(link_seconds(plan, link_bytes(plan, route_bytes)).values(), default=0.0)
-    return _Part(count, run.seconds, busiest_s, dict(zip(plan.workers, run.peak_bytes, strict=True)))
+    return _Part(first, run.seconds, busiest_s, dict(zip(plan.workers, run.peak_bytes, strict=True)))
 
 
 class _Links:
@@ -136,32 +137,33 @@ class _Run:
         self._source = plan.routes.source.tolist()
         self._trees = [_children(plan.routes, route) for route in range(len(self._source))]
         self._order = _orders(plan.routes, buckets)
-        count = len(plan.workers)
-        self._next = [0] * count
-        self._used_bytes = [0] * count
-        self.peak_bytes = [0] * count
+        workers = len(plan.workers)
+        self._next = [0] * workers
+        self._used_bytes = [0] * workers
+        self.peak_bytes = [0] * workers
         self.seconds = 0.0
         self._has_buffer: set[int] = set()
         self._has_bytes: set[int] = set()
         self._unsent: dict[int, int] = {}
-        self._events: list[tuple[float, int, int, int, int]] = []
-        """(time, kind, bucket, sender, receiver): of what happens at the same time, the lower bucket comes first."""
+        self._events: list[tuple[float, int, int, int, int, int]] = []
+        """(time, kind, bucket, turn, sender, receiver): at the same time the lower bucket comes first."""
+        self._turns = count()
 
     def run(self) -> None:
         """Until nothing happens any more."""
         for worker in range(len(self._workers)):
             self._buy(worker, 0.0)
         while self._events:
-            now_s, kind, bucket, sender, receiver = heapq.heappop(self._events)
+            now_s, kind, bucket, _, sender, receiver = heapq.heappop(self._events)
             if kind == _SENDING:
                 link = self._links.of_hop(sender, receiver)[0]
                 begin_s, _ = self._links.occupy(link, now_s, self._size[bucket])
-                heapq.heappush(self._events, (begin_s, _TAKING, bucket, sender, receiver))
+                self._happens(begin_s, _TAKING, bucket, sender, receiver)
             elif kind == _TAKING:
                 sending, taking = self._links.of_hop(sender, receiver)
                 _, end_s = self._links.occupy(taking, now_s, self._size[bucket])
                 end_s = max(end_s, now_s + self._size[bucket] * self._links.s_per_byte[sending]) + self._latency_s
-                heapq.heappush(self._events, (end_s, _ARRIVED, bucket, sender, receiver))
+                self._happens(end_s, _ARRIVED, bucket, sender, receiver)
             else:
                 self._arrived(bucket, sender, receiver, now_s)
         waiting = [w for w, order in enumerate(self._order) if self._next[w] < len(order) or self._used_bytes[w]]
@@ -201,7 +203,10 @@ class _Run:
         self._give_back_if_done(bucket, worker, now_s)
 
     def _send(self, bucket: int, sender: int, receiver: int, now_s: float) -> None:
-        heapq.heappush(self._events, (now_s, _SENDING, bucket, sender, receiver))
+        self._happens(now_s, _SENDING, bucket, sender, receiver)
+
+    def _happens(self, at_s: float, kind: int, bucket: int, sender: int, receiver: int) -> None:
+        heapq.heappush(self._events, (at_s, kind, bucket, next(self._turns), sender, receiver))
 
     def _arrived(self, bucket: int, sender: int, receiver: int, now_s: float) -> None:
         self._unsent[self._seat(bucket, sender)] -= 1

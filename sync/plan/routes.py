@@ -266,9 +266,8 @@ class _Planter:
             first[exporter].append(Hop(exporter, decided["entry", nearest], Stage.RECEIVE))
             hub_root = root_of.get(hub, exporter)
             root_of |= dict.fromkeys(remotes, hub_root) | {nearest: exporter}
-            for node in remotes:
-                if node != nearest:
-                    first[hub_root].append(Hop(decided["entry", hub], decided["entry", node], Stage.EXCHANGE))
+            for node in _after(nearest, remotes):
+                first[hub_root].append(Hop(decided["entry", hub], decided["entry", node], Stage.EXCHANGE))
         for node, workers in users.items():
             within[root_of[node]] += _spread(workers, decided["entry", node], decided.get(("hub", node)))
         return [(*hops, *within[root]) for root, hops in first.items()]
@@ -276,7 +275,13 @@ class _Planter:
 
 def _spread(workers: Sequence[str], entry: str, hub: str | None) -> list[Hop]:
     """From the worker of a node that has an element to the others, through ``hub`` if another one passes it on."""
-    others = [worker for worker in workers if worker not in (entry, hub)]
+    others = [worker for worker in _after(hub or entry, workers) if worker != entry]
     if hub is None or hub == entry:
         return [Hop(entry, worker, Stage.DISTRIBUTE) for worker in others]
     return [Hop(entry, hub, Stage.DISTRIBUTE), *(Hop(hub, worker, Stage.DISTRIBUTE) for worker in others)]
+
+
+def _after(one: str, all_of_them: Sequence[str]) -> list[str]:
+    """The others, beginning behind ``one``: if each served the first one first, all would crowd its link at once."""
+    place = all_of_them.index(one)
+    return [*all_of_them[place + 1 :], *all_of_them[:place]]

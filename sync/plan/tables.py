@@ -165,7 +165,7 @@ class Buckets:
         room = bucket_bytes - max(grain_bytes, widest) - 1
         counts[crowded] = -(-cargo.route_bytes[crowded] // room)
         route, begin, end = _cut(cargo, table, counts, units)
-        order = _interleaved(route, routes.source)
+        order = _interleaved(route, routes)
         return cls(route[order], begin[order], end[order])
 
     @property
@@ -187,12 +187,25 @@ def _cut(cargo: Cargo, table: AtomTable, counts: Ints, units: Ints) -> tuple[Int
     return route, begin, np.append(begin[1:], cargo.route_begin[-1:])[: len(begin)]
 
 
-def _interleaved(route: Ints, source: Ints) -> Ints:
+def _interleaved(route: Ints, routes: Routes) -> Ints:
+    """The global order of buckets, given by route.
+
+    Bucket ``i`` of ``n`` comes at progress ``(i + phase) / n``. The phases of routes that begin at one receiver are
+    spread, so that at any time all first receivers, which have the most to pass on, have equally much to do.
+    """
+    source, first = routes.source, routes.receiver[routes.hop_begin[:-1]]
     counts = np.bincount(route, minlength=len(source))
     index = np.arange(len(route)) - np.repeat(np.cumsum(counts) - counts, counts)
-    by_source = np.argsort(source, kind="stable")
-    sources = np.bincount(source)
-    turn = np.empty(len(source), np.int64)
-    turn[by_source] = np.arange(len(source)) - np.repeat(np.cumsum(sources) - sources, sources)
-    progress = (2 * index + 1) / (2 * counts[route])
-    return np.lexsort((source[route], turn[route], progress))
+    turn, of = _ranks(first)
+    phase = (2 * turn + 1) / (2 * of)
+    progress = (index + phase[route]) / counts[route]
+    return np.lexsort((source[route], _ranks(source)[0][route], progress))
+
+
+def _ranks(groups: Ints) -> tuple[Ints, Ints]:
+    """For each member of ``groups`` (``[R]`` group numbers) its rank within its group, and the group's size."""
+    sizes = np.bincount(groups)
+    order = np.argsort(groups, kind="stable")
+    ranks = np.empty(len(groups), np.int64)
+    ranks[order] = np.arange(len(groups)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return ranks, sizes[groups]
