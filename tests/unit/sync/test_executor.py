@@ -10,7 +10,7 @@ from rlbridge.sync.executor import BufferPool, Execution, LinkError, Staging, me
 from rlbridge.sync.machines.events import Treatment
 from rlbridge.sync.packing import prepare
 from rlbridge.sync.plan.program import HEADER_BYTES, BucketProgram, Piece, Program
-from rlbridge.transport.errors import DigestMismatchError, PeerDiedError
+from rlbridge.transport.errors import DeadlineExceededError, DigestMismatchError, PeerDiedError
 from rlbridge.transport.inproc import InprocHub
 
 pytestmark = pytest.mark.anyio
@@ -51,6 +51,7 @@ class Cluster:
         self.weights = {name: torch.zeros(BUCKETS * ELEMENTS) for name in WORKERS}
         self.weights["trainer-0"] = torch.randn(BUCKETS * ELEMENTS)
         self.staging = {name: Staging() for name in WORKERS}
+        self.kept_alive: list[torch.Tensor] = []
 
     async def link(self) -> None:
         for name, transport in self.transports.items():
@@ -186,17 +187,69 @@ async def test_cancelling_gives_every_buffer_back(cluster: Cluster) -> None:
     assert cluster.pools["rollout-0"].used_bytes == 0
 
 
+@pytest.mark.parametrize("treatment", [Treatment.UNPACK, Treatment.KEEP])
+async def test_a_buffer_that_the_transport_cannot_let_go_of_is_never_used_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, treatment: Treatment
+) -> None:
+    """A peer that stands still in mid-transfer owns the memory that it may yet write to."""
+    owned: set[int] = set()
+
+    async def recv(peer: str, _tag: int, buffer: torch.Tensor) -> None:
+        owned.add(buffer.data_ptr())
+        cluster.kept_alive.append(buffer)
+        try:
+            await anyio.sleep_forever()
+        finally:
+            raise DeadlineExceededError(peer, "end of a transfer, whose buffer must not be reused", 30.0)
+
+    monkeypatch.setattr(cluster.transports["rollout-0"], "recv", recv)
+    with anyio.move_on_after(0.05), pytest.raises(DeadlineExceededError):
+        await cluster.execution("rollout-0", treatment).run()
+    assert owned
+    pool, staging = cluster.pools["rollout-0"], cluster.staging["rollout-0"]
+    assert not staging.buffers
+    room = pool.budget_bytes - pool.used_bytes
+    size_bytes = HEADER_BYTES + PAYLOAD_BYTES
+    assert room == (0 if treatment is Treatment.UNPACK else pool.budget_bytes)
+    fresh = [pool.take(size_bytes).data_ptr() for _ in range(BUCKETS)]
+    fresh += [staging.buffer(bucket, size_bytes).data_ptr() for bucket in range(BUCKETS)]
+    assert not owned & set(fresh)
+
+
+async def taken(pool: BufferPool, size_bytes: int) -> torch.Tensor:
+    await pool.reserve(size_bytes)
+    return pool.take(size_bytes)
+
+
 async def test_pool_serves_a_buffer_larger_than_the_budget_alone() -> None:
     pool = BufferPool(100)
-    large = await pool.take(1000)
+    large = await taken(pool, 1000)
     with anyio.move_on_after(0.05) as scope:
-        await pool.take(1)
+        await pool.reserve(1)
     assert scope.cancelled_caught
     pool.give(large)
-    small = await pool.take(60)
+    small = await taken(pool, 60)
     assert small.numel() == 60
     pool.give(small)
-    assert (await pool.take(60)).data_ptr() == small.data_ptr(), "equal sizes are reused"
+    assert (await taken(pool, 60)).data_ptr() == small.data_ptr(), "equal sizes are reused"
+
+
+async def test_pool_reuses_what_came_back_last_and_forgets_what_does_not_fit() -> None:
+    pool = BufferPool(100)
+    first, second = await taken(pool, 40), await taken(pool, 40)
+    pool.give(first)
+    pool.give(second)
+    assert (await taken(pool, 40)).data_ptr() == second.data_ptr()
+    await taken(pool, 60)  # the idle one goes
+    assert (pool.used_bytes, pool.peak_bytes) == (100, 100)
+
+
+async def test_room_without_a_buffer_is_given_back() -> None:
+    pool = BufferPool(100)
+    await pool.reserve(80)
+    pool.release(80)
+    await pool.reserve(100)
+    assert (pool.used_bytes, pool.peak_bytes) == (100, 0)
 
 
 def test_tags_tell_apart_what_is_in_flight() -> None:
