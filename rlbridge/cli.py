@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from rlbridge import __version__
+from rlbridge.bench import command as bench
 from rlbridge.exit_status import exit_status
 from rlbridge.layout.command import add_arguments
 from rlbridge.transport.errors import ConfigError
 
-_COMMANDS = ("run", "report", "layout", "doctor")
+_COMMANDS = ("run", "report", "layout", "bench", "doctor")
 _EXAMPLES = """\
 examples:
   rlbridge run grpo                                 the default job
@@ -26,6 +27,7 @@ examples:
   rlbridge run grpo --cfg job                       the composed configuration, without running
   rlbridge layout kimi-k2 --parallel tp8.ep64       what one rank of a cluster would hold
   rlbridge report runs/NAME                         a run as one HTML page; several runs side by side
+  rlbridge bench transfer                           planned transfer beside broadcast and p2p
   eval "$(rlbridge -sc install=bash)"               tab completion for this shell
 """
 
@@ -58,6 +60,8 @@ def _dispatch(arguments: list[str]) -> int:
         from rlbridge.doctor import doctor
 
         return doctor()
+    if parsed.command == "bench":
+        return bench.bench_command(parsed)
     if parsed.command == "layout":
         from rlbridge.layout.command import layout_command
 
@@ -124,5 +128,6 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, or its name in runs/")
     report.add_argument("--output", metavar="FILE", help="default: report.html in the run's folder, or above several")
     add_arguments(commands.add_parser("layout", help="show which runtime tensor comes from where in a checkpoint"))
+    bench.add_arguments(commands.add_parser("bench", help="measure weight transfer on this machine"))
     commands.add_parser("doctor", help="say what this machine can do, and why not the rest")
     return parser

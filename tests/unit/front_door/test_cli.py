@@ -55,8 +55,8 @@ def test_a_wrong_command_is_a_usage_error(cli: Cli, arguments: tuple[str, ...]) 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("rlbridge ", {"run", "report", "layout", "doctor"}),
-        ("rlbridge r", {"run", "report", "layout", "doctor"}),
+        ("rlbridge ", {"run", "report", "layout", "bench", "doctor"}),
+        ("rlbridge r", {"run", "report", "layout", "bench", "doctor"}),
         ("rlbridge run ", {"grpo", "ppo"}),
         ("rlbridge run g", {"grpo", "ppo"}),
         ("rlbridge doctor x", set()),

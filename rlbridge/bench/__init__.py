@@ -1,0 +1,1 @@
+"""Side-by-side measurements of weight transfers between real processes: ``rlbridge bench``."""
