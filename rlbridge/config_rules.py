@@ -11,6 +11,7 @@ from rlbridge.transport.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlbridge.config import JobConfig
+    from rlbridge.trainer.config import AlgorithmConfig
 
 
 def _of(group: str, *names: str) -> tuple[str, ...]:
@@ -19,7 +20,7 @@ def _of(group: str, *names: str) -> tuple[str, ...]:
 
 _AT_LEAST_ONE = (
     *_of("sync", "batches_ahead"),
-    *_of("algorithm", "prompts_per_step", "group_size"),
+    *_of("algorithm", "prompts_per_step", "group_size", "constant_tokens"),
     *_of("model", "layers", "mlp"),
     *_of("task", "digits", "max_new_tokens", "eval_prompts"),
     *_of("trainer", "ranks", "steps", "mini_batches", "micro_batch_rows", "warmup_batch", "threads"),
@@ -28,14 +29,15 @@ _AT_LEAST_ONE = (
 )
 _AT_LEAST_ZERO = (
     "seed",
-    *_of("algorithm", "clip_high", "default_max_staleness", "value_coef", "value_clip", "entropy_coef"),
+    *_of("algorithm", "clip_high", "default_max_staleness", "value_coef", "value_clip", "entropy_coef", "kl_coef"),
+    *_of("algorithm", "is_floor"),
     *_of("trainer", "learning_rate", "weight_decay", "warmup_steps_max", "warmup_learning_rate", "checkpoint_every"),
     *_of("rollout", "top_k"),
     *_of("sync", "max_staleness"),
     *_of("tracking", "plain_every_s"),
 )
 _ABOVE_ZERO = (
-    *_of("algorithm", "tis_cap"),
+    *_of("algorithm", "is_cap"),
     *_of("trainer", "max_grad_norm"),
     *_of("rollout", "temperature", "top_p"),
     *_of("task", "eval_fraction", "reward_timeout_s"),
@@ -115,17 +117,40 @@ def _out_of_range(job: JobConfig) -> Iterator[str]:
 
 def _algorithm(job: JobConfig) -> Iterator[str]:
     algorithm, bound = job.algorithm, job.sync.max_staleness
-    if job.recipe in ("grpo", "ppo") and job.recipe != algorithm.name:
-        yield f"algorithm.name={algorithm.name} contradicts recipe={job.recipe}; use `rlbridge run {algorithm.name}`"
-    if algorithm.name == "grpo" and algorithm.group_size < 2:
+    fitting = "ppo" if algorithm.has_critic else "grpo"
+    if job.recipe in ("grpo", "ppo") and job.recipe != fitting:
         yield (
-            f"algorithm.group_size={algorithm.group_size} is too small for algorithm.name=grpo: "
+            f"algorithm.advantage={algorithm.advantage} contradicts recipe={job.recipe}, which trains "
+            f"{'without' if algorithm.has_critic else 'with'} a value head; use `rlbridge run {fitting}`"
+        )
+    if algorithm.advantage in ("group", "rloo") and algorithm.group_size < 2:
+        yield (
+            f"algorithm.group_size={algorithm.group_size} is too small for algorithm.advantage={algorithm.advantage}: "
             "advantages compare the responses of one group; use at least 2"
         )
+    if algorithm.aggregation == "constant" and algorithm.constant_tokens is None:
+        yield (
+            "algorithm.aggregation=constant needs algorithm.constant_tokens=N to divide by, e.g. "
+            f"algorithm.constant_tokens={job.task.max_new_tokens}"
+        )
+    if algorithm.loss == "dual_clip" and algorithm.dual_clip_bound <= 1 + algorithm.clip_high:
+        yield (
+            f"algorithm.dual_clip_bound={algorithm.dual_clip_bound} must be more than "
+            f"1 + algorithm.clip_high={algorithm.clip_high}"
+        )
+    yield from _correction(algorithm, bound)
+
+
+def _correction(algorithm: AlgorithmConfig, bound: int | None) -> Iterator[str]:
     if algorithm.correction == "none" and bound and not algorithm.allow_uncorrected:
         yield (
             f"algorithm.correction=none while sync.max_staleness={bound} lets tokens of older policies in: set "
             "algorithm.correction=tis or sync.max_staleness=0, or algorithm.allow_uncorrected=true if you mean it"
+        )
+    if algorithm.correction.startswith("masked_") and not algorithm.is_floor <= 1 <= algorithm.is_cap:
+        yield (
+            f"algorithm.is_floor={algorithm.is_floor} and algorithm.is_cap={algorithm.is_cap} leave out tokens whose "
+            f"weight is 1, as all are on-policy: algorithm.correction={algorithm.correction} needs a range around 1"
         )
 
 

@@ -24,19 +24,56 @@ def group_relative_advantages(rewards: Tensor, groups: Tensor, *, normalize_std:
     Returns:
         ``[B]``, of the dtype of ``rewards``.
     """
-    _, index = groups.unique(return_inverse=True)
-    count = int(index.max()) + 1 if index.numel() else 0
     exact = rewards.double()
-
-    def per_group(values: Tensor, reduction: str) -> Tensor:
-        out = values.new_zeros(count).scatter_reduce(0, index, values, reduction, include_self=False)
-        return out[index]
-
-    centred = exact - per_group(exact, "mean")
-    equal = per_group(exact, "amax") == per_group(exact, "amin")
+    centred = exact - _per_group(exact, groups, "mean")
+    equal = _equal(exact, groups)
     if normalize_std:
-        centred = centred / per_group(centred.square(), "mean").sqrt().masked_fill(equal, 1.0)
+        centred = centred / _per_group(centred.square(), groups, "mean").sqrt().masked_fill(equal, 1.0)
     return centred.masked_fill(equal, 0.0).to(rewards.dtype)
+
+
+def leave_one_out_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Advantage of each response over the mean of its group's *others*: ``A_i = r_i - mean_{j != i}(r_j)``.
+
+    RLOO (Ahmadian et al., arXiv:2402.14740, section 2.2; Kool et al. 2019). Where no other response exists, or all
+    rewards of the group are equal, it is exactly 0.
+
+    Args:
+        rewards: ``[B]``. groups: ``[B]``, as in ``group_relative_advantages``.
+
+    Returns:
+        ``[B]``, of the dtype of ``rewards``.
+    """
+    exact = rewards.double()
+    size = _per_group(torch.ones_like(exact), groups, "sum")
+    others = (_per_group(exact, groups, "sum") - exact) / (size - 1.0).clamp(min=1.0)
+    return (exact - others).masked_fill(_equal(exact, groups), 0.0).to(rewards.dtype)
+
+
+def batch_normalized_advantages(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
+    """Rewards to go, normalised over all chosen tokens of the batch: ``A_t = (G_t - mean(G)) / std(G)``.
+
+    REINFORCE++ (Hu et al., arXiv:2501.03262, section 3): ``G_t = sum_{k >= t} gamma^(k - t) r_k``, where ``r_k`` holds
+    the penalty for divergence from the reference model, if any, and the response's reward at its last token; no
+    critic and no groups. The standard deviation is the population's; if all ``G_t`` are equal, advantages are 0.
+
+    Args:
+        rewards: ``[B, T]`` reward received after token ``t``, of the whole batch, whichever rank computes which row.
+        mask: ``[B, T]`` true where the policy chose the token. gamma: discount per chosen token.
+
+    Returns:
+        ``[B, T]``, 0 where masked, of the dtype of ``rewards``.
+    """
+    exact, zeros = rewards.double(), torch.zeros(rewards.shape, dtype=torch.float64)
+    # Without a critic, values of 0 and lambda 1 make the estimate the discounted sum of what follows.
+    returns, _ = generalized_advantages(
+        exact, zeros, zeros.new_zeros(rewards.shape[0]), mask, gamma=gamma, gae_lambda=1.0
+    )
+    kept = returns[mask]
+    if kept.numel() == 0 or kept.min() == kept.max():
+        return torch.zeros_like(rewards)
+    normalized = (returns - kept.mean()) / kept.std(correction=0)
+    return torch.where(mask, normalized, 0.0).to(rewards.dtype)
 
 
 def generalized_advantages(
@@ -71,3 +108,15 @@ def generalized_advantages(
         next_advantage = torch.where(chosen, advantage, next_advantage)
     returns = torch.where(mask, advantages + values, 0.0)
     return advantages, returns
+
+
+def _per_group(values: Tensor, groups: Tensor, reduction: str) -> Tensor:
+    """``values`` ``[B]`` reduced over each group, at every one of its rows ``[B]``."""
+    _, index = groups.unique(return_inverse=True)
+    count = int(index.max()) + 1 if index.numel() else 0
+    return values.new_zeros(count).scatter_reduce(0, index, values, reduction, include_self=False)[index]
+
+
+def _equal(values: Tensor, groups: Tensor) -> Tensor:
+    """``[B]`` true where all values of the row's group are one number."""
+    return _per_group(values, groups, "amax") == _per_group(values, groups, "amin")

@@ -67,6 +67,10 @@ class Batch:
         index = torch.tensor(rows, dtype=torch.long)
         return replace(self, **{field.name: getattr(self, field.name)[index] for field in fields(self)})
 
+    def without(self, rows: Tensor) -> Batch:
+        """The batch in which no token of the marked rows ``[B]`` counts; lengths stay what was generated."""
+        return replace(self, mask=self.mask & ~rows[:, None])
+
     def filler(self) -> Batch:
         """One row in which no token counts: lets a rank without work take part in a collective forward."""
         row = self.select([0])

@@ -1,4 +1,4 @@
-"""Means and extremes of a training step, gathered over its micro-batches and ranks."""
+"""Means, sums and extremes of a training step, gathered over its micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlbridge.trainer.parallel import all_reduce
 
 
 class Statistics:
-    """Accumulates named token means and maxima on this rank; ``reduce`` joins the ranks.
+    """Accumulates named means, sums and maxima on this rank; ``reduce`` joins the ranks.
 
     Every rank must add the same names in the same order.
     """
@@ -23,6 +23,11 @@ class Statistics:
         """Count the kept entries of ``values`` towards the mean ``name``."""
         kept = torch.stack([torch.where(mask, values.detach(), 0.0).sum(dtype=torch.float64), mask.sum().double()])
         self._sums[name] = self._sums.get(name, torch.zeros(2, dtype=torch.float64)) + kept
+
+    def add_sum(self, name: str, share: Tensor) -> None:
+        """Add ``share`` (one number) to the sum ``name``."""
+        own = torch.stack([share.detach().double(), torch.zeros((), dtype=torch.float64)])
+        self._sums[name] = self._sums.get(name, torch.zeros(2, dtype=torch.float64)) + own
 
     def add_max(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Let the kept entries of ``values`` raise the maximum ``name``; it is 0 where nothing was kept."""

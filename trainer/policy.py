@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
@@ -87,6 +88,21 @@ class Policy(nn.Module):
                 )
             with torch.no_grad():
                 _local(parameter).copy_(_local_rows(parameter, tensor))
+
+    def frozen_copy(self) -> Policy:
+        """The language model as it is now, without value head and gradient; sharded likewise, without communication."""
+        from transformers import AutoModelForCausalLM
+
+        config = copy.deepcopy(self.model.config)
+        with torch.random.fork_rng(devices=[]):  # its random weights are overwritten; nobody's dice may move for them
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        frozen = Policy(model, with_values=False)
+        with torch.no_grad():
+            for name, parameter in frozen._parameters_by_name.items():
+                _local(parameter).copy_(_local(self._parameters_by_name[name]))
+            for own, theirs in zip(frozen.model.buffers(), self.model.buffers(), strict=True):
+                own.copy_(theirs)
+        return frozen.requires_grad_(False)
 
     def full_state(self) -> dict[str, Tensor]:
         """Every weight whole, by checkpoint name. Collective over the trainer ranks; meant for checkpoints only."""

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from rlbridge.trainer.batch import collate, plan_rows
 from rlbridge.trainer.config import TrainerConfig
 from rlbridge.trainer.learner import apply_gradients
-from rlbridge.trainer.losses import masked_mean, token_statistics
+from rlbridge.trainer.losses.aggregation import masked_mean
+from rlbridge.trainer.losses.tokens import token_statistics
 from rlbridge.trainer.messages import Example
 from rlbridge.trainer.parallel import all_reduce, rank, world_size
 from rlbridge.trainer.policy import Policy

@@ -105,7 +105,7 @@ def run_trainer(spec: TrainerSpec) -> None:
     with start_blocking_portal("asyncio") as portal, _job_channel(portal, spec) as job:
         try:
             with process_group(spec.rank, spec.world, spec.rendezvous, spec.collective_timeout_s):
-                policy = load_policy(Path(spec.model_dir), with_values=spec.algorithm.name == "ppo")
+                policy = load_policy(Path(spec.model_dir), with_values=spec.algorithm.has_critic)
                 timeline = Timeline()
                 with _bridge(portal, spec, policy, timeline) as bridge:
                     bridge.connect()

@@ -38,7 +38,7 @@ def main(rank: int, world: int, job: Job) -> None:
     torch.set_num_threads(1)
     folder = Path(job.folder)
     with process_group(rank, world, folder / "rendezvous", timeout_s=60.0):
-        policy = load_policy(Path(job.model), with_values=job.algorithm.name == "ppo")
+        policy = load_policy(Path(job.model), with_values=job.algorithm.has_critic)
         seen = {
             "layout": msgspec.to_builtins(
                 discover(read_spec(Path(job.model)), policy.load_weights, policy.live_tensors)

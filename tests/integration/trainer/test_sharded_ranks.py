@@ -19,6 +19,17 @@ PROGRAM = Path(__file__).with_name("rank_program.py")
 DEADLINE_S = 150.0
 VOCABULARY, EOS = 21, 1  # 21 rows over 2 or 3 ranks, 1 row of the value head: shards are uneven, or empty
 
+NEEDS_EVERY_RANK = {
+    "advantage": "reinforce_pp",
+    "loss": "gspo",
+    "aggregation": "sequence_mean",
+    "correction": "masked_geometric",
+    "is_floor": 0.05,
+    "kl_coef": 0.1,
+    "kl_in": "reward",
+}
+"""Normalisation over the batch, a reference model, and denominators that depend on what every rank computes."""
+
 
 def write_model(directory: Path, *, tied: bool) -> Path:
     disable_progress_bar()
@@ -97,13 +108,13 @@ def run_together(job: Path, world: int) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("world", "name", "tied", "micro_batch_rows"),
-    [(2, "grpo", False, None), (3, "ppo", True, 1)],
-    ids=["two ranks, grpo", "three ranks, ppo, tied, micro-batches of one row"],
+    ("world", "choices", "tied", "micro_batch_rows"),
+    [(2, {}, False, None), (3, {"advantage": "gae"}, True, 1), (2, NEEDS_EVERY_RANK, False, 3)],
+    ids=["two ranks, grpo", "three ranks, ppo, tied, micro-batches of one row", "two ranks, statistics of all rows"],
 )
-def test_ranks_together_equal_one_rank(tmp_path, world, name, tied, micro_batch_rows):
+def test_ranks_together_equal_one_rank(tmp_path, world, choices, tied, micro_batch_rows):
     model = write_model(tmp_path / "model", tied=tied)
-    algorithm = {"name": name, "entropy_coef": 0.01}
+    algorithm = {"entropy_coef": 0.01} | choices
     alone = run_alone(make_job(tmp_path / "alone", model, algorithm, {}))
     ranks = run_together(make_job(tmp_path / "ranks", model, algorithm, {"micro_batch_rows": micro_batch_rows}), world)
     for seen in ranks:

@@ -36,10 +36,10 @@ def step(version: int, *, token: int = 7) -> TrainStep:
 
 
 @pytest.mark.parametrize(
-    ("world", "name", "mode"), [(1, "ppo", SyncMode.FULLY_SYNC), (2, "grpo", SyncMode.FULLY_ASYNC)]
+    ("world", "advantage", "mode"), [(1, "gae", SyncMode.FULLY_SYNC), (2, "group", SyncMode.FULLY_ASYNC)]
 )
-async def test_versions_reach_the_bridge_as_they_are_trained(start_ranks, tiny_model, tmp_path, world, name, mode):
-    async with start_ranks(world, AlgorithmConfig(name=name), SyncConfig(mode=mode)) as ranks:
+async def test_versions_reach_the_bridge_as_they_are_trained(start_ranks, tiny_model, tmp_path, world, advantage, mode):
+    async with start_ranks(world, AlgorithmConfig(advantage=advantage), SyncConfig(mode=mode)) as ranks:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ranks.received, 0)
             started = await ranks.ask(WarmUp([Example([2, 3], [7, 1])] * 8, until=0.999))

@@ -87,13 +87,19 @@ def test_a_wrong_type_names_key_value_and_what_was_expected(key: str, value: Any
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"algorithm.group_size": 1}, ["algorithm.group_size=1", "algorithm.name=grpo"]),
+        ({"algorithm.group_size": 1}, ["algorithm.group_size=1", "algorithm.advantage=group"]),
+        ({"algorithm.group_size": 1, "algorithm.advantage": "rloo"}, ["group_size=1", "algorithm.advantage=rloo"]),
+        ({"algorithm.aggregation": "constant"}, ["algorithm.aggregation=constant", "algorithm.constant_tokens=6"]),
+        ({"algorithm.loss": "dual_clip", "algorithm.dual_clip_bound": 1.1}, ["dual_clip_bound=1.1", "clip_high=0.2"]),
+        ({"algorithm.correction": "masked_token", "algorithm.is_cap": 0.9}, ["is_floor=0.5", "is_cap=0.9", "_token"]),
+        ({"algorithm.kl_coef": -1.0}, ["algorithm.kl_coef=-1.0", "at least 0"]),
         (
             {"sync.mode": "fully_async", "algorithm.correction": "none"},
             ["algorithm.correction=none", "sync.max_staleness=4", "algorithm.allow_uncorrected"],
         ),
         ({"sync.max_staleness": 1, "algorithm.correction": "none"}, ["algorithm.correction", "sync.max_staleness=1"]),
-        ({"algorithm.name": "ppo"}, ["algorithm.name=ppo", "recipe=grpo"]),
+        ({"algorithm.advantage": "gae"}, ["algorithm.advantage=gae", "recipe=grpo", "run ppo"]),
+        ({"recipe": "ppo"}, ["algorithm.advantage=group", "recipe=ppo", "run grpo"]),
         (
             {"algorithm.prompts_per_step": 2, "algorithm.group_size": 2, "trainer.mini_batches": 5},
             ["trainer.mini_batches=5", "algorithm.prompts_per_step=2", "algorithm.group_size=2", "trainer.ranks=1"],
@@ -108,6 +114,8 @@ def test_a_wrong_type_names_key_value_and_what_was_expected(key: str, value: Any
         ({"task.name": "jsonl", "task.path": "/no/such", "task.reward": "a:b"}, ["task.path=/no/such"]),
         ({"task.name": "jsonl", "task.path": __file__, "task.reward": "a.b"}, ["task.reward=a.b", "package.module:f"]),
         ({"transport.bucket_bytes": 2**30}, ["transport.bucket_bytes=1073741824", "transport.staging_bytes"]),
+        ({"transport.node_gbps": "gpu07"}, ["transport.node_gbps=gpu07", "HOST=EXTERNAL/LOCAL"]),
+        ({"transport.external_gbps": 0.0}, ["transport.external_gbps=0.0", "more than 0"]),
         ({"transport.heartbeat_s": 9}, ["transport.heartbeat_s=9", "transport.dead_after_s=10.0"]),
         ({"sync.export_dtype": "int8"}, ["sync.export_dtype=int8", "bfloat16"]),
         ({"trainer.steps": 0}, ["trainer.steps=0", "at least 1"]),

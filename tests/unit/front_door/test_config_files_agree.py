@@ -65,7 +65,7 @@ def test_every_group_of_the_dataclass_has_files_and_the_other_way_round() -> Non
 
 @pytest.mark.parametrize(("group", "option"), [(g, o) for g, options in config_groups().items() for o in options])
 def test_every_option_of_every_group_composes_to_a_valid_job(group: str, option: str) -> None:
-    recipe = option if group == "algorithm" else "grpo"
+    recipe = "ppo" if option == "ppo" else "grpo"
     overrides = JSONL if option == "jsonl" else (f"{group}={option}",)
     job = job_from_mapping(compose_job(recipe, *overrides))
     if group == "sync":

@@ -84,7 +84,7 @@ def test_a_multirun_ends_at_the_first_job_that_fails(run_recipe: RunRecipe, jobs
         (["+sync=fully_async"], "write sync=OPTION"),
         (["~sync"], "write sync=OPTION"),
         (["sync=null"], "sync is a config group; choose one of"),
-        (["algorithm={clp: 1}"], "algorithm is a config group; choose one of grpo, ppo"),
+        (["algorithm={clp: 1}"], "algorithm is a config group; choose one of cispo, dapo, dr_grpo, grpo, gspo, "),
         (["trainer.steps"], "write key=value"),
         (["trainer.steps=abc"], "trainer.steps='abc': expected a whole number"),
         (["algorithm.group_size=1"], "algorithm.group_size=1"),

@@ -9,9 +9,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rlbridge.trainer.batch import collate_trajectories
 from rlbridge.trainer.config import AlgorithmConfig, TrainerConfig
-from rlbridge.trainer.learner import Learner, rewards_at_the_end
-from rlbridge.trainer.losses import token_statistics
+from rlbridge.trainer.learner import Learner
+from rlbridge.trainer.losses.tokens import token_statistics
 from rlbridge.trainer.policy import load_policy
+from rlbridge.trainer.targets import rewards_at_the_end
 from rlbridge.transport.errors import TrainingError
 
 LOOSE = 1e9
@@ -36,7 +37,7 @@ def sampled_by(policy, trajectories, temperature):
 
 def gradients_of_a_step(directory, trajectories, algorithm, **trainer):
     """Gradients at each update, in order, flat."""
-    policy = load_policy(directory, with_values=algorithm.name == "ppo")
+    policy = load_policy(directory, with_values=algorithm.has_critic)
     seen = []
 
     def keep(optimizer, _args, _kwargs):
@@ -51,10 +52,10 @@ def gradients_of_a_step(directory, trajectories, algorithm, **trainer):
     return seen, metrics
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
+@pytest.mark.parametrize("advantage", ["group", "gae"])
 @pytest.mark.parametrize("rows", [1, 3, 5])
-def test_micro_batches_change_no_gradient_and_no_metric(tiny_dir, trajectories, name, rows):
-    algorithm = AlgorithmConfig(name=name, entropy_coef=0.01)
+def test_micro_batches_change_no_gradient_and_no_metric(tiny_dir, trajectories, advantage, rows):
+    algorithm = AlgorithmConfig(advantage=advantage, entropy_coef=0.01)
     whole, expected = gradients_of_a_step(tiny_dir, trajectories, algorithm, mini_batches=1)
     parts, metrics = gradients_of_a_step(tiny_dir, trajectories, algorithm, mini_batches=1, micro_batch_rows=rows)
     torch.testing.assert_close(parts[0], whole[0], rtol=0, atol=1e-6)
@@ -85,11 +86,13 @@ def test_the_gradient_is_that_of_the_written_out_objective(tiny_dir, trajectorie
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_at_lag_zero_trainer_and_sampler_agree_at_any_temperature(tiny_dir, trajectories, name, temperature):
-    policy = load_policy(tiny_dir, with_values=name == "ppo")
+@pytest.mark.parametrize("advantage", ["group", "gae"])
+def test_at_lag_zero_trainer_and_sampler_agree_at_any_temperature(tiny_dir, trajectories, advantage, temperature):
+    policy = load_policy(tiny_dir, with_values=advantage == "gae")
     own = sampled_by(policy, trajectories, temperature)
-    learner = Learner(policy, AlgorithmConfig(name=name), TrainerConfig(mini_batches=1), temperature=temperature)
+    learner = Learner(
+        policy, AlgorithmConfig(advantage=advantage), TrainerConfig(mini_batches=1), temperature=temperature
+    )
     metrics = learner.step(collate_trajectories(own, rewards_for(own)), 0)
     assert metrics["train/logprob_gap"] < 1e-4
     for key in ("ratio_mean", "ratio_max", "is_weight_mean", "is_weight_max"):
@@ -104,13 +107,13 @@ def test_a_sampler_at_another_temperature_is_seen(tiny_dir, trajectories):
     assert learner.step(collate_trajectories(own, rewards_for(own)), 0)["train/logprob_gap"] > 0.05
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_the_old_policy_is_that_of_the_steps_start_for_every_mini_batch(tiny_dir, trajectories, name):
+@pytest.mark.parametrize("advantage", ["group", "gae"])
+def test_the_old_policy_is_that_of_the_steps_start_for_every_mini_batch(tiny_dir, trajectories, advantage):
     """With a large rate the second mini-batch's ratio moves away from 1, while weights old/behaviour stay 1."""
-    policy = load_policy(tiny_dir, with_values=name == "ppo")
+    policy = load_policy(tiny_dir, with_values=advantage == "gae")
     own = sampled_by(policy, trajectories, 1.0)
     trainer = TrainerConfig(mini_batches=2, learning_rate=0.02)
-    metrics = Learner(policy, AlgorithmConfig(name=name), trainer, temperature=1.0).step(
+    metrics = Learner(policy, AlgorithmConfig(advantage=advantage), trainer, temperature=1.0).step(
         collate_trajectories(own, rewards_for(own)), 0
     )
     assert metrics["train/is_weight_max"] == pytest.approx(1.0, abs=1e-4)
@@ -119,9 +122,9 @@ def test_the_old_policy_is_that_of_the_steps_start_for_every_mini_batch(tiny_dir
     assert metrics["train/updates_in_step"] == 2.0
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_training_makes_rewarded_answers_likelier(tiny_dir, trajectories, name):
-    policy = load_policy(tiny_dir, with_values=name == "ppo")
+@pytest.mark.parametrize("advantage", ["group", "gae"])
+def test_training_makes_rewarded_answers_likelier(tiny_dir, trajectories, advantage):
+    policy = load_policy(tiny_dir, with_values=advantage == "gae")
     rewards = rewards_for(trajectories)
 
     def mean_logprob(wanted):
@@ -132,7 +135,7 @@ def test_training_makes_rewarded_answers_likelier(tiny_dir, trajectories, name):
         return float(logprobs[rows][batch.mask[rows]].mean())
 
     before = mean_logprob(1.0) - mean_logprob(0.0)
-    learner = Learner(policy, AlgorithmConfig(name=name), TrainerConfig(steps=20), temperature=1.0)
+    learner = Learner(policy, AlgorithmConfig(advantage=advantage), TrainerConfig(steps=20), temperature=1.0)
     for version in range(20):
         own = sampled_by(policy, trajectories, 1.0)
         learner.step(collate_trajectories(own, rewards), version)
@@ -142,7 +145,7 @@ def test_training_makes_rewarded_answers_likelier(tiny_dir, trajectories, name):
 def test_the_critic_learns_the_reward(tiny_dir, trajectories):
     policy = load_policy(tiny_dir, with_values=True)
     learner = Learner(
-        policy, AlgorithmConfig(name="ppo", value_clip=10.0), TrainerConfig(learning_rate=5e-3), temperature=1.0
+        policy, AlgorithmConfig(advantage="gae", value_clip=10.0), TrainerConfig(learning_rate=5e-3), temperature=1.0
     )
     losses = [
         learner.step(collate_trajectories(trajectories, [0.7] * 16), version)["train/value_loss"]
@@ -162,11 +165,14 @@ def test_equal_rewards_move_nothing_under_grpo(tiny_dir, trajectories):
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.live_tensors().items())
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_responses_of_no_tokens_are_harmless(tiny_dir, trajectories, name):
+@pytest.mark.parametrize("advantage", ["group", "gae"])
+def test_responses_of_no_tokens_are_harmless(tiny_dir, trajectories, advantage):
     empty = [msgspec.structs.replace(item, response_ids=[], logprobs=[]) for item in trajectories]
     learner = Learner(
-        load_policy(tiny_dir, with_values=name == "ppo"), AlgorithmConfig(name=name), TrainerConfig(), temperature=1.0
+        load_policy(tiny_dir, with_values=advantage == "gae"),
+        AlgorithmConfig(advantage=advantage),
+        TrainerConfig(),
+        temperature=1.0,
     )
     metrics = learner.step(collate_trajectories(empty, rewards_for(empty)), 0)
     assert all(math.isfinite(value) for value in metrics.values())
@@ -209,7 +215,7 @@ def test_only_an_interrupted_response_is_valued_beyond_its_end(tiny_dir, traject
         policy = load_policy(tiny_dir, with_values=True)
         torch.nn.init.constant_(policy.value_head.bias, 2.0)
         ended = [msgspec.structs.replace(item, finish_reason=reason) for item in trajectories]
-        learner = Learner(policy, AlgorithmConfig(name="ppo"), TrainerConfig(mini_batches=1), temperature=1.0)
+        learner = Learner(policy, AlgorithmConfig(advantage="gae"), TrainerConfig(mini_batches=1), temperature=1.0)
         losses[reason] = learner.step(collate_trajectories(ended, [0.0] * 16), 0)["train/value_loss"]
     assert losses["stop"] == losses["length"]
     assert losses["abort"] < losses["stop"] / 10
