@@ -1,6 +1,7 @@
 # make run   the default job (recipe GRPO on a tiny Qwen3); make run ARGS="sync=fully_async" changes settings
 # make test  unit, integration and system tests
 # Both set up .venv on first use, and again when pyproject.toml or constraints.txt has changed.
+# make test-deep  five times as many random interleavings of the protocol and of the buffer, minutes
 # make test-engines  real inference engines, in .venv-engines with constraints-engines.txt (6 GB, minutes to install)
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -11,7 +12,7 @@ INSTALLED := .venv/.installed
 ENGINES := .venv-engines
 ENGINES_INSTALLED := $(ENGINES)/.installed
 
-.PHONY: run test test-engines acceptance lint format typing wheel clean
+.PHONY: run test test-deep test-engines acceptance lint format typing wheel clean
 
 run: $(INSTALLED)
 	@$(BIN)/rlbridge run $(RECIPE) $(ARGS)
@@ -19,6 +20,10 @@ run: $(INSTALLED)
 test: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto tests/unit $(ARGS)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/integration tests/system $(ARGS)
+
+test-deep: $(INSTALLED)
+	@RLBRIDGE_TEST_DEPTH=5 OMP_NUM_THREADS=1 $(BIN)/pytest --timeout 1800 tests/unit/sync/test_update_protocol.py \
+		tests/unit/sync/test_protocol_storms.py tests/unit/controller/test_staleness_storms.py $(ARGS)
 
 test-engines: $(ENGINES_INSTALLED)
 	@OMP_NUM_THREADS=1 $(ENGINES)/bin/pytest tests/engines $(ARGS)

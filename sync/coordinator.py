@@ -145,13 +145,16 @@ class Coordinator:
             self._wake()
 
     async def _join_of(self, channel: Channel) -> m.Join | None:
-        """The first message, if it is what it must be."""
+        """The first message, if it is what it must be; ``None`` from a worker that cannot take part."""
         worker = channel.peer
         try:
-            join = await channel.receive()
-            if isinstance(join, m.Join) and join.worker == worker and worker not in self._outboxes:
-                return join
-            refusal = ProtocolError(f"{worker} must join first, once, and as itself; it sent {type(join).__name__}")
+            first = await channel.receive()
+            if isinstance(first, m.Join | m.Refused) and first.worker == worker and worker not in self._outboxes:
+                if isinstance(first, m.Join):
+                    return first
+                self._feed(c.Heard(worker, first))
+                return None
+            refusal = ProtocolError(f"{worker} must join first, once, and as itself; it sent {type(first).__name__}")
             await channel.send(m.Stop(m.ErrorReport.of(refusal)))
         except TransportError as error:
             logger.warning("%s went before it joined: %s", worker, error)

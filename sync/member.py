@@ -184,6 +184,8 @@ class Member:
 
     async def _work(self, transport: Transport) -> None:
         async for activity in self._todo:
+            if not isinstance(activity, e.CloseLinks) and _epoch_of(activity) != self.machine.epoch:
+                continue  # a new epoch came before it began, and found nothing to cancel
             with anyio.CancelScope() as self._activity:
                 self._take(await self._carry_out(activity, transport))
 

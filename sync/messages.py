@@ -23,6 +23,7 @@ from rlbridge.sync.layout.source_map import SourceMap
 from rlbridge.sync.layout.spec import CheckpointSpec
 from rlbridge.sync.plan.program import Program
 from rlbridge.transport.errors import (
+    ConfigError,
     DeadlineExceededError,
     DigestMismatchError,
     LayoutError,
@@ -78,7 +79,16 @@ class ErrorReport(msgspec.Struct, frozen=True):
 
 _REBUILT: dict[str, type[RlbridgeError]] = {
     error.__name__: error
-    for error in (DigestMismatchError, LayoutError, PeerDiedError, PlanError, ProtocolError, SyncError, WorkerError)
+    for error in (
+        ConfigError,
+        DigestMismatchError,
+        LayoutError,
+        PeerDiedError,
+        PlanError,
+        ProtocolError,
+        SyncError,
+        WorkerError,
+    )
 }
 
 
@@ -120,6 +130,20 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     layout: SourceMap
     spec_hash: str
     spec: CheckpointSpec | None = None
+
+    @property
+    def worker(self) -> str:
+        """The worker's name."""
+        return sender_name(self.rank) if self.role == "sender" else receiver_name(self.replica, self.rank)
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Instead of ``Join``: the worker cannot take part, e.g. its layout cannot be discovered. Nothing follows."""
+
+    role: Role
+    replica: int
+    rank: int
+    error: ErrorReport
 
     @property
     def worker(self) -> str:
@@ -202,7 +226,19 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker = (
-    Join | Parted | Linked | Offer | Supersede | Ready | Sent | Verified | Unblocked | LinkBroken | Failed | Leave
+    Join
+    | Refused
+    | Parted
+    | Linked
+    | Offer
+    | Supersede
+    | Ready
+    | Sent
+    | Verified
+    | Unblocked
+    | LinkBroken
+    | Failed
+    | Leave
 )
 
 

@@ -101,7 +101,7 @@ class Receiver(Member):
         match instruction:
             case e.Wake():
                 if self._staging:
-                    self._committed = self._staged
+                    self._committed, self._staged = self._staged, None  # its memory is free once it is applied
                 else:
                     self._announced = True
                 self.settings.on_news()

@@ -4,7 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
+from rlbridge.sync.machines.membership import Membership
+from rlbridge.sync.machines.phases import Phase, Stage
+from rlbridge.sync.machines.update import Offers
 from rlbridge.sync.plan.program import Program
+
+
+def missing(stage: Stage, members: Membership, offers: Offers, programs: Mapping[str, Program]) -> list[str]:
+    """Who has not done what the coordinator waits for in ``stage``."""
+    match stage.phase:
+        case Phase.GATHERING:
+            return members.missing()
+        case Phase.IDLE:
+            return offers.missing(members)
+        case Phase.MOVING if programs:
+            return to_blame(stage.waiting, programs, set(members.sender_names()))
+        case _:
+            return sorted(stage.waiting)
 
 
 def to_blame(late: Set[str], programs: Mapping[str, Program], senders: Set[str]) -> list[str]:

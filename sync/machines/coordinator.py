@@ -6,16 +6,19 @@ deliver the version again. Receivers that hold it only relay, so nothing is appl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rlbridge.sync import messages as m
 from rlbridge.sync.machines import coordinator_events as c
-from rlbridge.sync.machines.blame import to_blame
+from rlbridge.sync.machines.blame import missing
+from rlbridge.sync.machines.deadlines import Deadlines
 from rlbridge.sync.machines.membership import Membership
 from rlbridge.sync.machines.phases import MAX_BREAKS, Break, Phase, stage
 from rlbridge.sync.machines.update import Ledgers, Offers, Update
+from rlbridge.sync.plan.program import Program
 from rlbridge.sync.reports import PlanMade, ReplicaLost
 from rlbridge.transport.errors import (
+    ConfigError,
     DeadlineExceededError,
     LayoutError,
     PeerDiedError,
@@ -44,32 +47,29 @@ class CoordinatorMachine:
         self.epoch = 0
         self.update: Update | None = None
         self._stage = stage(Phase.GATHERING, now_s)
-        self._connect_timeout_s, self._update_timeout_s = connect_timeout_s, update_timeout_s
-        self._unexplained = 0
+        self._deadlines = Deadlines(connect_timeout_s, update_timeout_s)
+        self._unexplained, self._now_s = 0, now_s
         self._stale = True  # the membership is another one than the plan's
         self._newcomers: set[str] = set()
         self._plan: c.Planned | None = None
         self._offers = Offers()
         self._ledgers = Ledgers(membership)
-        self._now_s = now_s
 
     @property
     def phase(self) -> Phase:
         """What it waits for."""
         return self._stage.phase
 
+    @property
+    def _programs(self) -> Mapping[str, Program]:
+        return self._plan.programs if self._plan is not None else {}
+
     # --- time ------------------------------------------------------------------------------------------------------
 
     @property
     def deadline_s(self) -> float | None:
         """When ``Tick`` has something to do, if nothing else happens before."""
-        blocked = self._ledgers.longest_blocked()
-        use_s = blocked[0] + self._update_timeout_s if blocked is not None else None
-        ends = (self._phase_end_s(), use_s, self._stage.verdict_s)
-        return min((end for end in ends if end is not None), default=None)
-
-    def _phase_end_s(self) -> float | None:
-        return self._stage.end_s(self._connect_timeout_s, self._update_timeout_s, offered=bool(self._offers.by))
+        return self._deadlines.next_s(self._stage, self._ledgers.longest_blocked(), offered=bool(self._offers.by))
 
     def _enter(self, phase: Phase, waiting: Iterable[str] = ()) -> None:
         self._stage = stage(phase, self._now_s, waiting)
@@ -78,26 +78,22 @@ class CoordinatorMachine:
         if self._stage.verdict_s is not None and self._now_s >= self._stage.verdict_s:
             return self._judge_break()
         blocked = self._ledgers.longest_blocked()
-        if blocked is not None and self._now_s >= blocked[0] + self._update_timeout_s:
-            since_s, worker, version = blocked
-            return self._too_late([worker], f"use of version {version} (is poll_requests called?)", since_s)
-        end_s = self._phase_end_s()
-        late = end_s is not None and self._now_s >= end_s
-        return self._too_late(self._missing(), self.phase.value, self._stage.since_s) if late else []
+        if blocked is not None and self._deadlines.unused(blocked, self._now_s):
+            what = f"use of version {blocked[2]} (is poll_requests called?)"
+            return self._too_late([blocked[1]], what, blocked[0])
+        for replica, since_s in self._deadlines.late_halves(self._now_s).items():
+            absent, what = ", ".join(self.members.incomplete()[replica]), "join, or leave, together with its replica"
+            return self._drop(replica, DeadlineExceededError(absent, what, self._now_s - since_s))
+        end_s = self._deadlines.phase_end_s(self._stage, offered=bool(self._offers.by))
+        if end_s is None or self._now_s < end_s:
+            return []
+        who = missing(self._stage, self.members, self._offers, self._programs)
+        return self._too_late(who, self.phase.value, self._stage.since_s)
 
-    def _missing(self) -> list[str]:
-        if self.phase is Phase.GATHERING:
-            return self.members.missing()
-        if self.phase is Phase.IDLE:
-            return self._offers.missing(self.members)
-        if self.phase is Phase.MOVING and self._plan is not None:
-            return to_blame(self._stage.waiting, self._plan.programs, set(self.members.sender_names()))
-        return sorted(self._stage.waiting)
-
-    def _too_late(self, missing: list[str], what: str, since_s: float) -> list[c.Instruction]:
+    def _too_late(self, who: list[str], what: str, since_s: float) -> list[c.Instruction]:
         """Drop the receivers that are missing; a missing sender, or a missing first member, is the end."""
-        error = DeadlineExceededError(", ".join(missing), what, self._now_s - since_s)
-        replicas = self.members.replicas_among(missing)
+        error = DeadlineExceededError(", ".join(who), what, self._now_s - since_s)
+        replicas = self.members.replicas_among(who)
         if replicas and self.phase is not Phase.GATHERING:
             return [instruction for replica in replicas for instruction in self._drop(replica, error)]
         return self._finish(error)
@@ -122,11 +118,15 @@ class CoordinatorMachine:
                 todo = self._finish(error) if epoch == self.epoch else []
             case c.Tick():
                 todo = self._on_tick()
-        return todo + self._advance()
+        todo += self._advance()
+        self._deadlines.see_halves(self.members.incomplete() if self.phase is not Phase.GATHERING else (), now_s)
+        return todo
 
     def _on_message(self, worker: str, message: m.FromWorker) -> list[c.Instruction]:
         if isinstance(message, m.Join):
             return self._on_join(message)
+        if isinstance(message, m.Refused):
+            return self._on_refused(message)
         if worker not in self.members.joined:
             return []  # dropped; its channel ends soon
         match message:
@@ -170,6 +170,15 @@ class CoordinatorMachine:
         self._newcomers.add(join.worker)
         return []
 
+    def _on_refused(self, refused: m.Refused) -> list[c.Instruction]:
+        """A worker that never joins: a misfit ends a job that has not begun, anything else costs its replica."""
+        error = refused.error.rebuild()
+        if refused.worker in self.members.joined:
+            return []  # one of the same name is here
+        if refused.role == "sender" or (self.phase is Phase.GATHERING and isinstance(error, LayoutError | ConfigError)):
+            return self._finish(error) if self.phase is Phase.GATHERING else []
+        return self._drop(refused.replica, error) or [c.Publish(ReplicaLost(refused.replica, str(error)))]
+
     def _on_failure(self, worker: str, error: RlbridgeError) -> list[c.Instruction]:
         if worker not in self.members.joined:
             return []  # dropped before
@@ -177,6 +186,7 @@ class CoordinatorMachine:
         return self._drop(replicas[0], error) if replicas else self._finish(error)
 
     def _drop(self, replica: int, error: RlbridgeError) -> list[c.Instruction]:
+        was_whole = replica in self.members.replicas()
         gone = self.members.remove_replica(replica)
         expected = self.phase is Phase.GATHERING and self.members.receivers.pop(replica, None) is not None
         if not gone and not expected:
@@ -189,7 +199,7 @@ class CoordinatorMachine:
             return todo if self.members.receivers else todo + self._finish(error)
         if not self.members.joined:
             return todo + self._forget(gone, lost=True) + self._finish(None)
-        if not self.members.replicas() and self.members.sender_names():
+        if was_whole and not self.members.replicas() and self.members.sender_names():
             return todo + self._finish(error)
         return todo + self._forget(gone, lost=True)
 
@@ -297,7 +307,9 @@ class CoordinatorMachine:
         offered = self._offers.complete(self.members)
         if offered and not self.members.replicas():
             return self._finish(WorkerError(f"no rollout replica is left to receive version {offered[0]}"))
-        if self._stale and (offered or self._has_newcomers()):
+        # A whole replica that has just come is planned for at once; losses wait for the next version.
+        came = any(self._newcomers.issuperset(ranks) for ranks in self.members.replicas().values())
+        if self._stale and (offered or came):
             return self._make_plan()
         if not offered:
             return []
@@ -306,21 +318,12 @@ class CoordinatorMachine:
         self._unexplained = 0
         return self._announce()
 
-    def _has_newcomers(self) -> bool:
-        """Whether a whole replica waits to be planned for. Losses wait for the next version instead."""
-        return any(self._newcomers.issuperset(ranks) for ranks in self.members.replicas().values())
-
     def _announce(self) -> list[c.Instruction]:
-        update, receivers = self.update, self._receivers()
+        update, receivers = self.update, self.members.receivers_among(self._programs)
         if update is None:
             return []
         self._enter(Phase.READYING, receivers)
         return [c.Tell(worker, m.Announce(self.epoch, update.version)) for worker in receivers]
-
-    def _receivers(self) -> list[str]:
-        """Receivers of the plan that are still members."""
-        programs = self._plan.programs if self._plan is not None else {}
-        return [w for w in programs if w in self.members.joined and self.members.joined[w].role == "receiver"]
 
     def _on_offer(self, worker: str, version: int) -> list[c.Instruction]:
         if version in self._offers.withdrawn:
@@ -372,7 +375,7 @@ class CoordinatorMachine:
 
     def _land(self) -> list[c.Instruction]:
         """Release the senders once every receiver of the plan holds the version; end it once no program runs."""
-        update, receivers = self.update, self._receivers()
+        update, receivers = self.update, self.members.receivers_among(self._programs)
         if update is None:
             return []
         todo: list[c.Instruction] = []
@@ -390,9 +393,8 @@ class CoordinatorMachine:
     def _on_unblocked(self, worker: str, message: m.Unblocked) -> list[c.Instruction]:
         if message.version in self._offers.withdrawn:
             return []
-        began = self._offers.began(message.version)
-        reports = self._ledgers.unblocked(self.members.joined[worker], message, began=began)
-        return [c.Publish(report) for report in reports]
+        join, began = self.members.joined[worker], self._offers.began(message.version)
+        return [c.Publish(report) for report in self._ledgers.unblocked(join, message, began=began)]
 
     def _finish(self, error: RlbridgeError | None) -> list[c.Instruction]:
         self._enter(Phase.ENDED)

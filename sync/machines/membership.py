@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -83,10 +84,21 @@ class Membership:
             if len(joins) == joins[0].world
         }
 
+    def incomplete(self) -> dict[int, list[str]]:
+        """Replicas of which some ranks are here and others are not, and who these are."""
+        here = {join.replica: join.world for join in self.joined.values() if join.role == "receiver"}
+        names = {replica: [m.receiver_name(replica, rank) for rank in range(world)] for replica, world in here.items()}
+        absent = {replica: [name for name in ranks if name not in self.joined] for replica, ranks in names.items()}
+        return {replica: ranks for replica, ranks in sorted(absent.items()) if ranks}
+
     def replicas_among(self, workers: list[str]) -> list[int]:
         """The replicas that these workers belong to, in their order, each once; senders belong to none."""
         joins = [self.joined[worker] for worker in workers if worker in self.joined]
         return list(dict.fromkeys(join.replica for join in joins if join.role == "receiver"))
+
+    def receivers_among(self, workers: Iterable[str]) -> list[str]:
+        """Those of ``workers`` that are receivers and still here."""
+        return [w for w in workers if w in self.joined and self.joined[w].role == "receiver"]
 
     def addresses(self, program: Program) -> dict[str, TransportAddress]:
         """Where the workers are that ``program`` talks to."""

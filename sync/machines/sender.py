@@ -41,6 +41,7 @@ class SenderMachine(WorkerMachine):
         self._wanted: int | None = None
         self._newest: int | None = None
         self._withdrawn: set[int] = set()
+        self._reading: int | None = None  # of this version a program may read the slot, also one that is cancelled
         self.held: dict[int, Held] = {}
 
     def _on_event(self, event: e.WorkerEvent) -> list[e.Instruction]:
@@ -107,33 +108,33 @@ class SenderMachine(WorkerMachine):
         if version not in self.held:
             raise ProtocolError(f"told to send version {version}, holds {sorted(self.held)}")
         self.held[version].started = True
-        self.running = version
+        self.running = self._reading = version
         return [e.Execute(epoch, version, e.Treatment.SEND, self.held[version].slot)]
 
     def _on_executed(self, epoch: int, version: int, stats: m.TransferStats) -> list[e.Instruction]:
         if epoch != self.epoch:
             return []
         self.running = None
-        todo: list[e.Instruction] = [e.Transmit(m.Sent(epoch, version, stats))]
-        return todo + self._settle(version, delivered=True) if self.held[version].settled else todo
+        return [e.Transmit(m.Sent(epoch, version, stats)), *self._let_go()]
 
-    def _on_new_epoch(self, event: m.NewEpoch) -> list[e.Instruction]:
-        todo = super()._on_new_epoch(event)
-        for version in [v for v, held in self.held.items() if held.settled]:  # cancelled after its release
-            todo += self._settle(version, delivered=True)
-        return todo
+    def _on_links_closed(self, epoch: int) -> list[e.Instruction]:
+        # Not before: a program that is cancelled for a new epoch may still pack from its slot.
+        return [*super()._on_links_closed(epoch), *self._let_go()]
 
     def _on_link_failed(self, epoch: int, peer: str, error: Exception) -> list[e.Instruction]:
-        version = self.running
         todo = super()._on_link_failed(epoch, peer, error)
-        if epoch == self.epoch and version is not None and self.held[version].settled:
-            todo += self._settle(version, delivered=True)
-        return todo
+        return todo + self._let_go() if epoch == self.epoch else todo
+
+    def _let_go(self) -> list[e.Instruction]:
+        """No program reads a slot any more: free it if its version was released meanwhile."""
+        version, self._reading = self._reading, None
+        held = self.held.get(version) if version is not None else None
+        return self._settle(version, delivered=True) if version is not None and held and held.settled else []
 
     def _on_release(self, version: int) -> list[e.Instruction]:
         if version not in self.held:
             raise ProtocolError(f"release of version {version}, holds {sorted(self.held)}")
-        if version == self.running:  # the receivers are through; the last sends are about to return
+        if version == self._reading:  # the receivers are through; the last sends are about to return
             self.held[version].settled = True
             return []
         return self._settle(version, delivered=True)

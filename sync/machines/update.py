@@ -137,7 +137,8 @@ class Ledgers:
         was_blocked = ledger.blocked.pop(join.worker, None) is not None
         others = [self._members.joined[worker].replica for worker in ledger.blocked]
         told: list[CoordinatorEvent] = []
-        if was_blocked and join.replica not in others:
+        ranks = {m.receiver_name(join.replica, rank) for rank in range(join.world)}  # one may have left without it
+        if was_blocked and join.replica not in others and ledger.receiver_stall_s.keys() >= ranks:
             told.append(ReplicaAt(join.replica, message.version))
         return told + self.close()
 

@@ -37,7 +37,7 @@ class WorkerMachine(ABC):
             case m.NewEpoch():
                 return self._on_new_epoch(event)
             case e.LinksClosed(epoch):
-                return [e.Transmit(m.Parted(epoch))] if epoch == self.epoch else []
+                return self._on_links_closed(epoch)
             case m.OpenLinks(epoch):
                 return [e.ConnectPeers(epoch)] if epoch == self.epoch else []
             case e.LinksOpened(epoch):
@@ -61,6 +61,9 @@ class WorkerMachine(ABC):
         self.epoch, self._plan_hash = event.epoch, event.program.plan_hash
         self.linked, self.running = False, None
         return [e.CloseLinks(event)]
+
+    def _on_links_closed(self, epoch: int) -> list[e.Instruction]:
+        return [e.Transmit(m.Parted(epoch))] if epoch == self.epoch else []
 
     def _on_links_opened(self, epoch: int) -> list[e.Instruction]:
         if epoch != self.epoch:
