@@ -6,7 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlbridge.trainer.advantages import generalized_advantages, group_relative_advantages
+from rlbridge.trainer.advantages import (
+    batch_normalized_advantages,
+    generalized_advantages,
+    group_relative_advantages,
+    leave_one_out_advantages,
+)
 
 REWARDS = st.floats(-10, 10, width=32)
 
@@ -50,6 +55,50 @@ def test_a_group_of_one_gets_zero_and_others_are_untouched():
 def test_no_rows_give_no_advantages():
     got = group_relative_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.long), normalize_std=True)
     assert got.shape == (0,)
+
+
+@settings(deadline=None)
+@given(rows=st.lists(st.tuples(REWARDS, st.integers(0, 3)), min_size=1, max_size=24))
+def test_leave_one_out_advantages_follow_the_formula(rows):
+    rewards, groups = zip(*rows, strict=True)
+    expected = []
+    for row, group in enumerate(groups):
+        others = [rewards[other] for other, its in enumerate(groups) if its == group and other != row]
+        expected.append(rewards[row] - np.mean(others, dtype=np.float64) if others else 0.0)
+    got = leave_one_out_advantages(torch.tensor(rewards), torch.tensor(groups))
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_leave_one_out_gives_exact_zeros_for_equal_rewards_and_for_a_group_of_one():
+    rewards, groups = torch.tensor([0.1] * 7 + [5.0]), torch.tensor([0] * 7 + [1])
+    assert leave_one_out_advantages(rewards, groups).tolist() == [0.0] * 8
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 4), tokens=st.integers(1, 7), gamma=st.floats(0, 1))
+def test_batch_normalized_advantages_follow_the_formula(seed, rows, tokens, gamma):
+    numbers = np.random.default_rng(seed)
+    rewards, mask = numbers.normal(size=(rows, tokens)), numbers.random((rows, tokens)) < 0.6
+    returns = np.zeros_like(rewards)
+    for row, kept in enumerate(mask):
+        chosen = np.flatnonzero(kept)
+        for k, t in enumerate(chosen):
+            returns[row, t] = sum(gamma**n * rewards[row, later] for n, later in enumerate(chosen[k:]))
+    kept = returns[mask]
+    spread = kept.std() if len(kept) > 1 else 0.0
+    expected = np.where(mask, (returns - kept.mean()) / spread, 0.0) if spread > 0 else np.zeros_like(rewards)
+    loud = torch.where(torch.tensor(mask), torch.tensor(rewards), 100.0)
+    got = batch_normalized_advantages(loud, torch.tensor(mask), gamma=gamma)
+    np.testing.assert_allclose(got.numpy(), expected, atol=1e-9)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(3, 2), (2, 0), (0, 3)])
+@pytest.mark.parametrize("kept", [True, False])
+def test_batch_normalized_advantages_of_equal_or_no_rewards_are_exactly_zero(rows, tokens, kept):
+    """A mean of equal numbers is rounded; what is left of them must not be blown up by their standard deviation."""
+    rewards, mask = torch.zeros(rows, tokens), torch.full((rows, tokens), kept)
+    rewards[:, -1:] = 0.1
+    assert not batch_normalized_advantages(rewards, mask, gamma=1.0).any()
 
 
 def written_out_gae(rewards, values, bootstrap, mask, gamma, gae_lambda):
