@@ -2,6 +2,7 @@
 
     rlbridge run grpo                       sort five digits; trainer and rollouts take turns
     rlbridge run grpo sync=fully_async      the same job; nobody waits for weights
+    rlbridge run grpo algorithm=dapo        another objective without a critic: see docs/algorithms.md
     rlbridge run grpo model.path=DIR task=jsonl task.path=prompts.jsonl task.reward=my.rewards:score
 
 ``prompts_per_step`` groups of ``group_size`` responses make a step. A response's advantage is its reward relative to
