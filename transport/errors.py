@@ -51,6 +51,10 @@ class LayoutError(RlbridgeError, ValueError):
     """A layout could not be discovered, or two layouts do not fit each other; the text lists the tensors."""
 
 
+class LoaderFailedError(LayoutError):
+    """A backend's own loader raised while its layout was discovered; the text names the tensor that it had taken."""
+
+
 class PlanError(RlbridgeError, ValueError):
     """No transfer plan exists for this input, or two workers hold different plans."""
 

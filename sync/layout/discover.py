@@ -18,7 +18,7 @@ from rlbridge.sync.layout.source_map import Box, SourceMap
 from rlbridge.sync.layout.spec import CheckpointSpec
 from rlbridge.sync.layout.trace import trace
 from rlbridge.sync.layout.verify import Claims, Verdict, verify
-from rlbridge.transport.errors import LayoutError, RlbridgeError
+from rlbridge.transport.errors import LayoutError, LoaderFailedError
 
 Method = Literal["auto", "trace", "probe"]
 
@@ -63,6 +63,7 @@ def discover(
             that do not communicate.
 
     Raises:
+        LoaderFailedError: the loader raised; the text names the checkpoint tensor that it had taken.
         LayoutError: a dtype is unknown; the loader changes shapes, or gives different results for the same values;
             live tensors overlap in part; ``method="trace"`` and something cannot be traced.
     """
@@ -159,9 +160,7 @@ def _tied_aliases(loader: Loader, claims: Claims, seed: int) -> list[Box]:
     names = [name for name in loader.spec.tensors if name not in left_out]
     try:
         found, verdicts = _probed(loader, tied, seed, names)
-    except RlbridgeError:
-        raise
-    except Exception:  # a backend that wants the whole checkpoint shows one name only; who needs the other is told
+    except LoaderFailedError:  # one that wants the whole checkpoint shows one name only; who needs the other is told
         return []
     proved, _ = settle_copies(loader, found, verdicts)
     return [box for boxes in proved.values() for box in boxes if box.tensor in hidden]

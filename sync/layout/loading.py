@@ -9,7 +9,7 @@ import torch
 
 from rlbridge.sync.layout.live import LiveTensors, owners, specs
 from rlbridge.sync.layout.spec import CheckpointSpec, TensorSpec
-from rlbridge.transport.errors import LayoutError
+from rlbridge.transport.errors import LayoutError, LoaderFailedError, RlbridgeError
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 Values = Callable[[str], torch.Tensor]
@@ -48,9 +48,16 @@ class Loader:
             the live tensors afterwards.
 
         Raises:
+            LoaderFailedError: the loader raised; names the checkpoint tensor that it had last taken.
             LayoutError: loading changes which live tensors there are, or their shapes.
         """
-        self.load_weights(_made(self.spec.tensors if names is None else names, values))
+        taken: list[str] = []
+        try:
+            self.load_weights(_made(self.spec.tensors if names is None else names, values, taken))
+        except RlbridgeError:
+            raise
+        except Exception as error:  # whatever a backend raises
+            raise self._failed(taken, error) from error
         live = self.live()
         now = specs(live)
         changed = sorted(name for name in {*self.runtime, *now} if self.runtime.get(name) != now.get(name))
@@ -60,6 +67,13 @@ class Loader:
                 f"{', '.join(changed[:20])}; discover the layout before post-processing"
             )
         return live
+
+    def _failed(self, taken: list[str], error: Exception) -> LoaderFailedError:
+        where = "before it took any checkpoint tensor"
+        if taken:
+            tensor = self.spec.tensors[taken[-1]]
+            where = f"when it had taken checkpoint tensor {taken[-1]!r} {list(tensor.shape)} {tensor.dtype}"
+        return LoaderFailedError(f"the loader failed {where}: {type(error).__name__}: {error}")
 
     def on_any_rank(self, names: set[str]) -> list[str]:
         """The checkpoint tensors that are in ``names`` on any rank, in the spec's order, by repeated halving."""
@@ -75,6 +89,7 @@ class Loader:
         return found
 
 
-def _made(names: Iterable[str], values: Values) -> Iterator[tuple[str, torch.Tensor]]:
+def _made(names: Iterable[str], values: Values, taken: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     for name in names:
+        taken.append(name)
         yield name, values(name)

@@ -21,9 +21,10 @@ _BLOCK_WORDS = 16381
 
 @dataclass(frozen=True)
 class RandomBits:
-    """All bits of sign and mantissa are random, magnitudes lie in ``[1/16, 2)``; integers use all their bits.
+    """All bits of sign and mantissa are random, magnitudes lie in ``[1/8, 1/4)`` or ``[1/2, 1)``; integers use all bits.
 
-    The range keeps the values apart after a cast to a narrower dtype, and away from its limits.
+    The range keeps the values apart after a cast to a narrower dtype, and away from its limits. The gap keeps a value
+    and its flipped one apart too, even if only magnitudes are left of them and both are rounded.
 
     Attributes:
         seed: other seeds, other values.
@@ -71,12 +72,12 @@ class RandomBits:
 
 
 def _float_masks(dtype: torch.dtype) -> tuple[int, int]:
-    """Keep sign, mantissa and the two lowest bits of the exponent, which then choose among four powers of two."""
+    """Keep sign, mantissa and the second lowest bit of the exponent, which then chooses between two powers of two."""
     if dtype is torch.float8_e8m0fnu:
         return 0xFC, 124
     form = float_format(dtype)
     sign = 1 << (8 * dtype.itemsize - 1)
-    kept = sign | (4 << form.mantissa_bits) - 1
+    kept = sign | (1 << form.mantissa_bits) - 1 | 2 << form.mantissa_bits
     return ~kept, ((form.bias - 3) & ~3) << form.mantissa_bits
 
 

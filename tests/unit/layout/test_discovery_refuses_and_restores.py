@@ -8,7 +8,7 @@ import torch
 from rlbridge.sync.layout.discover import discover, landed_nowhere
 from rlbridge.sync.layout.dtypes import bit_view
 from rlbridge.sync.layout.spec import CheckpointSpec, TensorSpec
-from rlbridge.transport.errors import LayoutError
+from rlbridge.transport.errors import LayoutError, LoaderFailedError
 
 SPEC = CheckpointSpec(
     {
@@ -63,7 +63,7 @@ def test_the_weights_come_back_when_the_loader_fails(call, method):
         if calls == call:
             raise RuntimeError("loader broke")
 
-    with pytest.raises(RuntimeError, match="loader broke"):
+    with pytest.raises(LoaderFailedError, match=r"had taken checkpoint tensor '.*RuntimeError: loader broke"):
         discover(SPEC, load, lambda: engine.live)
     assert calls == call
     assert engine.untouched()

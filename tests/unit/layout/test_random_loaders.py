@@ -35,6 +35,11 @@ def opaque_inputs(layout: SourceMap, runtime: str, size: int) -> dict[int, froze
     return found
 
 
+def used(loader: RandomLoader) -> set[str]:
+    """The checkpoint tensors that the loader looks at: one that wants the whole mapping misses no others."""
+    return {source for recipe in loader.recipes for part in recipe.parts for source in part.sources}
+
+
 @METHODS
 def test_moves_are_recovered_exactly(method):
     @given(random_loaders())
@@ -66,7 +71,7 @@ def test_exactly_the_touched_elements_are_opaque(method):
                 continue
             assert opaque.keys() == touched
             assert painted[name].tolist() == expected.ids.tolist()
-            if loader.style == "whole mapping":
+            if loader.style == "whole mapping" and not used(loader) <= set().union(*expected.inputs.values()):
                 assert all(names == frozenset(loader.spec.tensors) for names in opaque.values())
             elif loader.style in SKIPS_WHAT_IS_INCOMPLETE:
                 assert all(opaque[at] >= names for at, names in expected.inputs.items())

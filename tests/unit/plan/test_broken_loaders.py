@@ -10,7 +10,7 @@ from rlbridge.sync.correspondence import correspond
 from rlbridge.sync.coverage import coverage
 from rlbridge.sync.layout.discover import discover, landed_nowhere
 from rlbridge.sync.layout.source_map import SourceMap
-from rlbridge.transport.errors import LayoutError
+from rlbridge.transport.errors import LayoutError, LoaderFailedError
 
 KV = 2
 SPEC = checkpoint_spec(KV)
@@ -100,8 +100,8 @@ def test_a_loader_that_writes_one_tensor_over_another_is_followed_and_shows_what
 
 
 @pytest.mark.parametrize("engine", [Megatron, Vllm])
-def test_a_loader_for_another_shape_fails_with_its_own_words(engine):
-    with pytest.raises(RuntimeError, match=r"size|shape|length"):
+def test_a_loader_for_another_shape_fails_with_its_own_words_and_the_tensor(engine):
+    with pytest.raises(LoaderFailedError, match=r"had taken checkpoint tensor '\w+' \[.*(size|shape|length)"):
         layout(engine(Place(0, 1, 4)))
 
 
