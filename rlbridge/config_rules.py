@@ -25,6 +25,7 @@ _AT_LEAST_ONE = (
     *_of("task", "digits", "max_new_tokens", "eval_prompts"),
     *_of("trainer", "ranks", "steps", "mini_batches", "micro_batch_rows", "warmup_batch", "threads"),
     *_of("rollout", "replicas", "max_rows", "max_length", "threads"),
+    *_of("sync", "memory_bytes"),
     *_of("transport", "bucket_bytes", "staging_bytes"),
 )
 _AT_LEAST_ZERO = (

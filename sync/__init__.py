@@ -10,7 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlbridge.sync.adapters import ReceiverAdapter, SenderAdapter, SendHandle
+    from rlbridge.sync.adapters import (
+        AsyncReceiverAdapter,
+        AsyncSenderAdapter,
+        AsyncSendHandle,
+        ReceiverAdapter,
+        SenderAdapter,
+        SendHandle,
+    )
     from rlbridge.sync.config import AtBound, KvCachePolicy, OnBusy, SyncConfig, SyncMode
     from rlbridge.sync.coordinator import Coordinator
     from rlbridge.sync.layout.checkpoint import read_spec
@@ -20,7 +27,14 @@ if TYPE_CHECKING:
     from rlbridge.sync.stall import Span, Timeline
 
 _HOME = {
-    "adapters": ("ReceiverAdapter", "SendHandle", "SenderAdapter"),
+    "adapters": (
+        "AsyncReceiverAdapter",
+        "AsyncSendHandle",
+        "AsyncSenderAdapter",
+        "ReceiverAdapter",
+        "SendHandle",
+        "SenderAdapter",
+    ),
     "config": ("AtBound", "KvCachePolicy", "OnBusy", "SyncConfig", "SyncMode"),
     "coordinator": ("Coordinator",),
     "layout.checkpoint": ("read_spec",),
@@ -32,6 +46,9 @@ _HOME = {
 _MODULE_OF = {name: f"rlbridge.sync.{module}" for module, names in _HOME.items() for name in names}
 
 __all__ = [
+    "AsyncReceiverAdapter",
+    "AsyncSendHandle",
+    "AsyncSenderAdapter",
     "AtBound",
     "CheckpointSpec",
     "Coordinator",

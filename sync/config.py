@@ -72,6 +72,9 @@ class SyncConfig:
             1 keeps tokens as fresh as overlap allows; more keeps replicas busy through the long tail of a batch.
         on_busy: ``supersede``, ``queue`` or ``block``.
         kv_cache: ``keep``, ``recompute`` or ``abort``.
+        memory_bytes: budget for each worker's snapshots, staged version, whole tensors and bucket buffers; a mode that
+            needs more is refused when everybody has joined. ``None`` compares the workers of a host together with the
+            memory that is available there.
         export_dtype: dtype on the wire for floating tensors, e.g. ``bfloat16``; ``None`` keeps the checkpoint's.
     """
 
@@ -82,3 +85,4 @@ class SyncConfig:
     on_busy: OnBusy = OnBusy.SUPERSEDE
     kv_cache: KvCachePolicy = KvCachePolicy.KEEP
     export_dtype: str | None = None
+    memory_bytes: int | None = None

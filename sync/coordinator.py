@@ -28,12 +28,22 @@ from rlbridge.sync.coverage import coverage
 from rlbridge.sync.machines import coordinator_events as c
 from rlbridge.sync.machines.coordinator import CoordinatorMachine
 from rlbridge.sync.machines.membership import Membership
+from rlbridge.sync.memory import MemoryCost, describe, memory_cost, refuse_beyond
+from rlbridge.sync.memory import table as memory_table
 from rlbridge.sync.plan.planner import plan_transfer
 from rlbridge.sync.plan.predict import predict
+from rlbridge.sync.plan.program import Program
 from rlbridge.sync.reports import CoordinatorEvent, PlanMade, ReplicaAt, ReplicaLost, UpdateDone, UpdateStats
 from rlbridge.transport.config import TransportConfig
 from rlbridge.transport.control.channel import ControlChannel, serve
-from rlbridge.transport.errors import PlanError, ProtocolError, RlbridgeError, TransportError
+from rlbridge.transport.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    PlanError,
+    ProtocolError,
+    RlbridgeError,
+    TransportError,
+)
 from rlbridge.transport.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -41,6 +51,8 @@ logger = logging.getLogger(__name__)
 Channel = ControlChannel[m.ToWorker, m.FromWorker]
 _GOODBYE_S = 2.0
 """At the end: seconds for workers to hear why, and to hang up."""
+_LATECOMERS_S = 10.0
+"""If a job ends before it began: seconds for those that have not come yet to hear why."""
 
 
 class Coordinator:
@@ -74,6 +86,8 @@ class Coordinator:
         self._publish, self._events = anyio.create_memory_object_stream[CoordinatorEvent](math.inf)
         self._changed = anyio.Event()
         self._ended = anyio.Event()
+        self._unheard: set[str] = set()
+        self._refused: set[str] = set()
         self._stopped = False
         self._error: RlbridgeError | None = None
 
@@ -149,9 +163,15 @@ class Coordinator:
         worker = channel.peer
         try:
             first = await channel.receive()
+            if self._error is not None:
+                await channel.send(m.Stop(m.ErrorReport.of(self._error)))
+                self._unheard.discard(worker)
+                self._wake()
+                return None
             if isinstance(first, m.Join | m.Refused) and first.worker == worker and worker not in self._outboxes:
                 if isinstance(first, m.Join):
                     return first
+                self._refused.add(worker)
                 self._feed(c.Heard(worker, first))
                 return None
             refusal = ProtocolError(f"{worker} must join first, once, and as itself; it sent {type(first).__name__}")
@@ -183,6 +203,11 @@ class Coordinator:
             report = m.ErrorReport.of(self._error)
             for outbox in self._outboxes.values():
                 outbox.send_nowait(m.Stop(report))
+            if self._machine.epoch == 0 and not isinstance(self._error, DeadlineExceededError):
+                self._unheard = set(self._machine.members.missing()) - self._refused
+        with anyio.move_on_after(_LATECOMERS_S):
+            while self._unheard:
+                await self._changed.wait()
         with anyio.move_on_after(_GOODBYE_S):
             while self._outboxes:
                 await self._changed.wait()
@@ -236,7 +261,7 @@ def make_plan(order: c.MakePlan, sync: SyncConfig, transport: TransportConfig) -
     """Plan for the members of ``order``. Pure; takes as long as planning takes.
 
     Raises:
-        LayoutError, PlanError: the layouts do not fit.
+        LayoutError, PlanError: the layouts do not fit. ConfigError: they need more memory than there is.
     """
     spec = next((join.spec for join in order.members if join.spec is not None), None)
     if spec is None:
@@ -248,17 +273,37 @@ def make_plan(order: c.MakePlan, sync: SyncConfig, transport: TransportConfig) -
     correspondence = correspond(spec, layouts["sender"], layouts["receiver"], export_dtypes(spec, sync.export_dtype))
     topology = Topology.of({join.worker: join.address for join in order.members}, transport)
     plan = plan_transfer(correspondence, topology, bucket_bytes=transport.bucket_bytes)
+    programs = {worker: plan.program(worker) for worker in plan.workers}
+    costs = _checked_memory(order, programs, sync, transport)
     prediction = predict(plan, staging_bytes=transport.staging_bytes)
-    report = plan.report(prediction) | {"coverage": msgspec.to_builtins(coverage(correspondence))}
+    report = plan.report(prediction) | {
+        "coverage": msgspec.to_builtins(coverage(correspondence)),
+        "memory": memory_table(costs),
+    }
     computed = {name for layout in layouts["sender"].values() for name in layout.opaque_inputs}
     return c.Planned(
         epoch=order.epoch,
         plan_hash=plan.hash,
-        programs={worker: plan.program(worker) for worker in plan.workers},
+        programs=programs,
         lower_bound_s=float(cast(float, report["lower_bound_s"])),
         report=report,
         exports=tuple(name for name in spec.tensors if name in computed),
     )
+
+
+def _checked_memory(
+    order: c.MakePlan, programs: Mapping[str, Program], sync: SyncConfig, transport: TransportConfig
+) -> dict[str, MemoryCost]:
+    costs = {join.worker: memory_cost(join, programs[join.worker], sync, transport) for join in order.members}
+    for worker, cost in costs.items():
+        logger.info("epoch %d: sync=%s costs %s %s", order.epoch, sync.mode, worker, describe(cost))
+    try:
+        refuse_beyond(costs, order.members, sync)
+    except ConfigError as error:
+        if order.epoch == 1:
+            raise
+        logger.warning("%s", error)  # a job that runs is not ended by what a newcomer changes
+    return costs
 
 
 __all__ = ["Coordinator", "CoordinatorEvent", "PlanMade", "ReplicaAt", "ReplicaLost", "UpdateDone", "UpdateStats"]

@@ -1,23 +1,29 @@
-"""What the two adapters share: layout discovery, joining, leaving; blocking, for a main thread."""
+"""What all adapters share: layout discovery, joining, leaving. One set of coroutines; its two forms are below.
+
+Work on the caller's own tensors (discovery, snapshot, apply) happens on the caller's thread in either form. What waits
+for the bridge thread blocks in the one (``Blocking``) and is awaited in the other (``Awaited``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import ClassVar, Generic, Self, TypeVar
 
+import anyio
 from anyio.from_thread import BlockingPortal
 
 from rlbridge.sync import messages as m
-from rlbridge.sync.bridge import Bridge
+from rlbridge.sync.bridge import AwaitedBridge, Bridge, finished
+from rlbridge.sync.host_memory import available_bytes
 from rlbridge.sync.layout.checkpoint import spec_hash
 from rlbridge.sync.layout.discover import alone, discover
 from rlbridge.sync.layout.live import LiveTensors
 from rlbridge.sync.layout.loading import AnyRank, LoadWeights
 from rlbridge.sync.layout.source_map import SourceMap
 from rlbridge.sync.layout.spec import CheckpointSpec
-from rlbridge.sync.member import JoinMaker, Member, MemberSettings
+from rlbridge.sync.member import JoinMaker, Member, MemberSettings, refuse
 from rlbridge.transport.config import TransportConfig
 from rlbridge.transport.errors import SyncError, WorkerError
 from rlbridge.transport.protocol import Transport, TransportAddress
@@ -67,15 +73,18 @@ class Weights:
             layout=layout,
             spec_hash=spec_hash(self.spec),
             spec=self.spec if place.rank == 0 else None,
+            available_bytes=available_bytes(),
         )
 
 
 class Front(Generic[M]):
-    """One worker's blocking end of the weight path.
+    """One worker's end of the weight path.
 
     Args:
         make: makes the member; called on the bridge's loop.
     """
+
+    bridge_kind: ClassVar[type[Bridge]] = Bridge
 
     def __init__(
         self,
@@ -87,29 +96,40 @@ class Front(Generic[M]):
     ) -> None:
         self.timeline = settings.timeline
         self._place, self._weights, self._settings, self._make = place, weights, settings, make
-        self._bridge = Bridge(portal)
+        self._bridge = self.bridge_kind(portal)
         self._member: M | None = None
 
-    def connect(self) -> None:
-        """Discover the layout, join, take the plan, open the links. Waits for all first members.
-
-        Raises:
-            LayoutError: the loader cannot be understood, or senders and receivers do not fit; the text lists tensors.
-            DeadlineExceededError: somebody did not come. TransportError, PlanError: as they say.
-        """
+    async def _connect(self) -> None:
         if self._member is not None:
             raise SyncError(f"{self._place.name} is connected already")
-        w = self._weights
-        layout = self._announced(discover(w.spec, w.load_weights, w.live_tensors, any_rank=w.any_rank))
         try:
-            self._member = self._bridge.start(
-                lambda: self._make(lambda address: w.join(self._place, layout, address), self._settings)
+            layout = self._discovered()
+        except BaseException as error:
+            await self._refuse(error)
+            raise
+        try:
+            self._member = await self._bridge.start(
+                lambda: self._make(lambda address: self._weights.join(self._place, layout, address), self._settings)
             )
-            self._bridge.call(self._member.linked)
+            await self._bridge.call(self._member.linked)
             self._linked(self._member)
         except BaseException as error:
-            self.abort(error)
+            await self._abort(error)
             raise
+
+    def _discovered(self) -> SourceMap:
+        w = self._weights
+        return self._announced(discover(w.spec, w.load_weights, w.live_tensors, any_rank=w.any_rank))
+
+    async def _refuse(self, error: BaseException) -> None:
+        """Tell the coordinator, so that the others do not wait for a worker that never joins."""
+        p = self._place
+        report = m.ErrorReport.of(_reason(error, p.name))
+        named = m.ErrorReport(report.kind, f"{p.name}: {report.text}")
+        try:
+            await self._bridge.insist(refuse, self._settings, m.Refused(p.role, p.replica, p.rank, named))
+        finally:
+            await self._bridge.stop()
 
     def _announced(self, layout: SourceMap) -> SourceMap:
         """What this worker says about its layout, now that it is discovered."""
@@ -123,8 +143,57 @@ class Front(Generic[M]):
             raise SyncError(f"{self._place.name} is not connected; call connect() first")
         return self._member
 
-    def _flush(self, member: M) -> None:
+    async def _flush(self, member: M) -> None:
         """Finish what is under way."""
+
+    async def _close(self) -> None:
+        member, self._member = self._member, None
+        if member is None:
+            return
+        failure = member.error  # as of now: after the goodbye the coordinator may well be the first to go
+        try:
+            if failure is None:
+                await self._flush(member)
+                await self._bridge.call(member.leave)
+        except Exception:
+            raise
+        except BaseException as error:
+            await self._interrupted(member, error)
+            raise
+        finally:
+            await self._bridge.stop()
+        if failure is not None:
+            raise failure
+
+    async def _abort(self, error: BaseException) -> None:
+        member, self._member = self._member, None
+        try:
+            if member is not None:
+                await self._bridge.insist(member.fail, _reason(error, self._place.name))
+        finally:
+            await self._bridge.stop()
+
+    async def _interrupted(self, member: M, error: BaseException) -> None:
+        """The caller was cancelled, or interrupted, between two steps that belong together: nothing more can work."""
+        await self._bridge.insist(member.fail, _reason(error, self._place.name))
+
+
+def _reason(error: BaseException, name: str) -> Exception:
+    return error if isinstance(error, Exception) else WorkerError(f"{name}: {type(error).__name__}")
+
+
+class Blocking(Front[M]):
+    """The form for a main thread: every method returns when it is done."""
+
+    def connect(self) -> None:
+        """Discover the layout, join, take the plan, open the links. Waits for all first members.
+
+        Raises:
+            LayoutError: the loader cannot be understood, or senders and receivers do not fit; the text lists tensors.
+            ConfigError: a budget for memory is too small.
+            DeadlineExceededError: somebody did not come. TransportError, PlanError: as they say.
+        """
+        finished(self._connect())
 
     def close(self) -> None:
         """Finish what is under way, say goodbye, stop the bridge. Idempotent.
@@ -132,28 +201,11 @@ class Front(Generic[M]):
         Raises:
             RlbridgeError: what was under way could not be finished, or the bridge had failed before.
         """
-        member, self._member = self._member, None
-        if member is None:
-            return
-        failure = member.error  # as of now: after the goodbye the coordinator may well be the first to go
-        try:
-            if failure is None:
-                self._flush(member)
-                self._bridge.call(member.leave)
-        finally:
-            self._bridge.stop()
-        if failure is not None:
-            raise failure
+        finished(self._close())
 
     def abort(self, error: BaseException) -> None:
         """Stop now and tell everybody that this worker failed of ``error``. Idempotent."""
-        member, self._member = self._member, None
-        reason = error if isinstance(error, Exception) else WorkerError(f"{self._place.name}: {type(error).__name__}")
-        try:
-            if member is not None:
-                self._bridge.call(member.fail, reason)
-        finally:
-            self._bridge.stop()
+        finished(self._abort(error))
 
     def __enter__(self) -> Self:
         return self
@@ -165,3 +217,33 @@ class Front(Generic[M]):
             self.close()
         else:
             self.abort(error)
+
+
+class Awaited(Front[M]):
+    """The form for a thread with an event loop of its own: what waits for others lets that loop go on."""
+
+    bridge_kind = AwaitedBridge
+
+    async def connect(self) -> None:
+        """As the blocking form. Discovery runs the backend's loader on this thread."""
+        await self._connect()
+
+    async def close(self) -> None:
+        """As the blocking form."""
+        await self._close()
+
+    async def abort(self, error: BaseException) -> None:
+        """As the blocking form; is not cancelled."""
+        with anyio.CancelScope(shield=True):
+            await self._abort(error)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.close()
+        else:
+            await self.abort(error)

@@ -6,11 +6,12 @@ and opens links and runs programs, one activity at a time. What the main thread 
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
@@ -32,12 +33,15 @@ from rlbridge.transport.control.channel import ControlChannel, connect
 from rlbridge.transport.errors import DeadlineExceededError, RlbridgeError, SyncError, TransportError
 from rlbridge.transport.protocol import Transport, TransportAddress
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]
 TransportFactory = Callable[[TransportConfig, str], Transport]
 """Makes the transport of the worker with this name; called on the bridge's loop."""
 JoinMaker = Callable[[TransportAddress], m.Join]
 Channel = ControlChannel[m.FromWorker, m.ToWorker]
+_DIAL_S = 10.0
 Activity = e.CloseLinks | e.ConnectPeers | e.Execute
 
 
@@ -148,7 +152,12 @@ class Member:
             transport = s.transport_factory(s.transport, s.name)
             try:
                 dialled: AbstractAsyncContextManager[Channel] = connect(
-                    s.endpoint, s.secret, name=s.name, send=m.FromWorker, receive=m.ToWorker, config=s.transport
+                    s.endpoint,
+                    s.secret,
+                    name=s.name,
+                    send=m.FromWorker,
+                    receive=m.ToWorker,
+                    config=_dialling(s.transport),
                 )
                 async with dialled as channel:
                     self.transmit(self._join(transport.address))
@@ -341,6 +350,25 @@ class Member:
     async def fail(self, error: Exception) -> None:
         """Tell the coordinator that this worker failed, and end ``run``."""
         self.feed(e.Trouble(error))
+
+
+async def refuse(settings: MemberSettings, refusal: m.Refused) -> None:
+    """Tell the coordinator why this worker never joins. If it cannot be reached, nobody waits for this worker there."""
+    s = settings
+    try:
+        with anyio.move_on_after(s.transport.dead_after_s):
+            dialled: AbstractAsyncContextManager[Channel] = connect(
+                s.endpoint, s.secret, name=s.name, send=m.FromWorker, receive=m.ToWorker, config=_dialling(s.transport)
+            )
+            async with dialled as channel:
+                await channel.send(refusal)
+    except RlbridgeError as error:
+        logger.warning("%s could not tell the coordinator why it does not join: %s", s.name, error)
+
+
+def _dialling(config: TransportConfig) -> TransportConfig:
+    """The coordinator's endpoint is known only once it listens: if nobody listens, it is gone."""
+    return replace(config, connect_timeout_s=min(config.connect_timeout_s, _DIAL_S))
 
 
 def _epoch_of(activity: Activity) -> int:

@@ -120,6 +120,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
         layout: which checkpoint elements it holds or needs.
         spec_hash: digest of its view of the checkpoint; all must agree.
         spec: the checkpoint itself; rank 0 of each side and replica sends it, to name what differs.
+        available_bytes: host memory that was available before the bridge took any; 0 if unknown.
     """
 
     role: Role
@@ -130,6 +131,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     layout: SourceMap
     spec_hash: str
     spec: CheckpointSpec | None = None
+    available_bytes: int = 0
 
     @property
     def worker(self) -> str:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import anyio
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+from anyio.from_thread import start_blocking_portal
 from computing_engines import SPEC
 
 from rlbridge.sync import Coordinator, OnBusy, PlanMade, ReceiverAdapter, SenderAdapter, SyncConfig, SyncMode
@@ -76,7 +76,7 @@ class Job:
                 "portal": portal,
                 "transport_factory": lambda config, name: self._hub.transport(name),
             }
-            self._run_workers(portal, coordinator)
+            self._run_workers()
             portal.call(_stop, coordinator)
             error = running.exception(30.0)
             following.result(30.0)
@@ -84,7 +84,7 @@ class Job:
             self._outcome.errors["coordinator"] = error
         return self._outcome
 
-    def _run_workers(self, portal: BlockingPortal, coordinator: Coordinator) -> None:
+    def _run_workers(self) -> None:
         work: dict[str, Callable[[], None]] = {}
         for rank, trainer in enumerate(self.trainers):
             work[f"trainer-{rank}"] = partial(self._send, rank, trainer)
@@ -93,19 +93,15 @@ class Job:
                 name = f"rollout-{replica}" + (f".{rank}" if rank else "")
                 work[name] = partial(self._receive, name, replica, rank, len(ranks), engine)
         with ThreadPoolExecutor(len(work)) as threads:
-            futures = {
-                name: threads.submit(self._guarded, name, each, portal, coordinator) for name, each in work.items()
-            }
+            futures = {name: threads.submit(self._guarded, name, each) for name, each in work.items()}
             for future in futures.values():
                 future.result(150.0)
 
-    def _guarded(self, name: str, work: Callable[[], None], portal: BlockingPortal, coordinator: Coordinator) -> None:
+    def _guarded(self, name: str, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:
             self._outcome.errors[name] = error
-            if name not in self._outcome.versions:  # it never joined: the others would wait until their deadline
-                portal.call(_stop, coordinator)
 
     async def _follow(self, coordinator: Coordinator) -> None:
         async for event in coordinator.events():

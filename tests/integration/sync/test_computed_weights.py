@@ -139,31 +139,32 @@ def test_a_trainer_that_computes_is_refused_by_name_without_export() -> None:
     class Silent(OffsetNorm):
         export = None
 
-    soon = TransportConfig(connect_timeout_s=2.0)  # for those who wait for the one that is refused
-    outcome = Job(
-        mode=SyncMode.FULLY_SYNC, trainers=[Silent()], replicas=[[Computing()]], applied=Checked(), transport=soon
-    ).run()
+    job = Job(mode=SyncMode.FULLY_SYNC, trainers=[Silent()], replicas=[[Computing()]], applied=Checked())
+    outcome = job.run()
     error = outcome.errors["trainer-0"]
     assert isinstance(error, LayoutError)
+    for other in ("coordinator", "rollout-0"):  # they hear why, instead of waiting for it
+        assert isinstance(outcome.errors[other], LayoutError)
+        assert str(outcome.errors[other]) == f"trainer-0: {error}"
     assert "norm from norm" in str(error)
     assert "export" in str(error)
 
 
 def test_whole_tensors_beyond_the_budget_are_refused_unless_they_are_staged() -> None:
-    def run(mode: SyncMode, connect_timeout_s: float) -> dict[str, BaseException]:
-        transport = TransportConfig(bucket_bytes=16 * KIB, staging_bytes=64 * KIB, connect_timeout_s=connect_timeout_s)
+    def run(mode: SyncMode) -> dict[str, BaseException]:
+        transport = TransportConfig(bucket_bytes=16 * KIB, staging_bytes=64 * KIB)
         return (
             Job(mode=mode, trainers=[Rows()], replicas=[[Computing()]], applied=Checked(), transport=transport)
             .run()
             .errors
         )
 
-    error = run(SyncMode.SENDER_STAGED, 2.0)["rollout-0"]
+    error = run(SyncMode.SENDER_STAGED)["rollout-0"]
     assert isinstance(error, LayoutError)
     assert f"{(128 * 256 + 128 + 16) * 2} bytes" in str(error)
     assert f"staging_bytes={64 * KIB}" in str(error)
     assert "receiver staging" in str(error)
-    assert run(SyncMode.RECEIVER_STAGED, 60.0) == {}
+    assert run(SyncMode.RECEIVER_STAGED) == {}
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -11,9 +11,10 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from rlbridge.sync import messages as m
+from rlbridge.sync.bridge import finished
 from rlbridge.sync.config import SyncConfig, SyncMode
 from rlbridge.sync.coordinator import Coordinator
-from rlbridge.sync.front import Front, Place, Weights
+from rlbridge.sync.front import Blocking, Place, Weights
 from rlbridge.sync.layout.spec import CheckpointSpec
 from rlbridge.sync.member import MemberSettings
 from rlbridge.sync.reports import ReplicaLost
@@ -80,7 +81,7 @@ class LastToGo(Sender):
 
 
 @contextmanager
-def connected(kind: type[Sender] = Sender) -> Iterator[tuple[Front[Sender], Sender]]:
+def connected(kind: type[Sender] = Sender) -> Iterator[tuple[Blocking[Sender], Sender]]:
     """A front as after ``connect``, with its member and the member's loop."""
 
     async def make() -> Sender:
@@ -92,17 +93,17 @@ def connected(kind: type[Sender] = Sender) -> Iterator[tuple[Front[Sender], Send
     with start_blocking_portal("asyncio") as portal:
         member = portal.call(make)
         weights = Weights(CheckpointSpec({}), lambda _: None, dict)
-        front = Front(Place("sender", 0, 0, 1), weights, member.settings, portal, lambda _, __: member)
+        front = Blocking(Place("sender", 0, 0, 1), weights, member.settings, portal, lambda _, __: member)
         front._member, front._bridge._portal = member, portal
         yield front, member
         portal.call(end)
 
 
-def fail(front: Front[Sender], member: Sender) -> None:
+def fail(front: Blocking[Sender], member: Sender) -> None:
     async def abandon() -> None:
         member.abandon(PeerDiedError("the coordinator is gone"))
 
-    front._bridge.call(abandon)
+    finished(front._bridge.call(abandon))
 
 
 def test_closing_a_front_whose_bridge_had_failed_says_so_once() -> None:
