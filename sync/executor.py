@@ -235,10 +235,9 @@ class Execution:
         payload = buffer[HEADER_BYTES:]
 
         def work() -> None:
-            with self._timed("pack"):
-                self.prepared[bucket.bucket].pack(payload)
-            with self._timed("digest"):
-                write_header(buffer, self.epoch, self.version, bucket.bucket, payload)
+            with self._timed("pack and digest"):
+                digest = self.prepared[bucket.bucket].pack_and_digest(payload)
+                write_header(buffer, self.epoch, self.version, bucket.bucket, payload, digest)
 
         await self._compute(bucket, work)
         self.packed_bytes += bucket.payload_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,9 @@ from rlbridge.transport.errors import DigestMismatchError, PlanError, ProtocolEr
 _HEADER = struct.Struct("<8sqqqq16s8x")
 """Magic, epoch, version, bucket, payload bytes, digest; padded to ``HEADER_BYTES``."""
 _MAGIC = b"RLBRIDG1"
+
+_PART_BYTES = 512 * 1024
+"""What is packed before it is digested: stays in a core's own cache in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,21 @@ class _Copy:
 
     def pack(self, payload: torch.Tensor) -> None:
         self.wire(payload).copy_(self.live if self.index is None else self.live[self.index])
+
+    def pack_in_parts(self, payload: torch.Tensor) -> Iterator[tuple[int, int]]:
+        """Pack some outer indices at a time; after each part, from which payload byte to which it reaches."""
+        outer = self.shape[0]
+        index_bytes = (self.end_bytes - self.at_bytes) // outer
+        step = max(1, _PART_BYTES // index_bytes)
+        if self.index is not None or step >= outer:
+            self.pack(payload)
+            yield self.at_bytes, self.end_bytes
+            return
+        wire = self.wire(payload)
+        for begin in range(0, outer, step):
+            end = min(begin + step, outer)
+            wire[begin:end].copy_(self.live[begin:end])
+            yield self.at_bytes + begin * index_bytes, self.at_bytes + end * index_bytes
 
     def unpack(self, payload: torch.Tensor) -> None:
         if self.index is None:
@@ -70,6 +88,23 @@ class PreparedBucket:
         with torch.no_grad():
             for copy in self.copies:
                 copy.pack(payload)
+
+    def pack_and_digest(self, payload: torch.Tensor) -> bytes:
+        """``pack``; returns the payload's digest, taken part by part while each is in the processor's cache."""
+        self._check(payload)
+        digest = xxhash.xxh3_128()
+        data = payload.numpy().data
+        at_bytes = 0
+        with torch.no_grad():
+            for copy in self.copies:
+                for begin_bytes, end_bytes in copy.pack_in_parts(payload):
+                    if begin_bytes != at_bytes:
+                        raise PlanError(f"a source packs its whole payload in order, not byte {begin_bytes} next")
+                    digest.update(data[begin_bytes:end_bytes])
+                    at_bytes = end_bytes
+        if at_bytes != self.payload_bytes:
+            raise PlanError(f"a source packs its whole payload, not {at_bytes} of {self.payload_bytes} bytes")
+        return digest.digest()
 
     def unpack(self, payload: torch.Tensor) -> None:
         """Copy ``payload`` (``uint8 [payload_bytes]``) into the live elements, cast to their dtype."""
@@ -184,12 +219,15 @@ def payload_digest(payload: torch.Tensor) -> bytes:
     return xxhash.xxh3_128_digest(payload.detach().numpy().data)
 
 
-def write_header(buffer: torch.Tensor, epoch: int, version: int, bucket: int, payload: torch.Tensor) -> None:
+def write_header(
+    buffer: torch.Tensor, epoch: int, version: int, bucket: int, payload: torch.Tensor, digest: bytes | None = None
+) -> None:
     """Write the ``HEADER_BYTES`` that describe ``payload`` to the start of ``buffer`` (``uint8``).
 
-    ``payload`` is usually ``buffer[HEADER_BYTES:]``; its digest is taken here.
+    ``payload`` is usually ``buffer[HEADER_BYTES:]``; without ``digest`` it is taken here.
     """
-    header = _HEADER.pack(_MAGIC, epoch, version, bucket, payload.numel(), payload_digest(payload))
+    digest = digest if digest is not None else payload_digest(payload)
+    header = _HEADER.pack(_MAGIC, epoch, version, bucket, payload.numel(), digest)
     buffer[:HEADER_BYTES].numpy()[:] = memoryview(header)
 
 

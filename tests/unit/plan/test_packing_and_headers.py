@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlbridge.sync.packing import check_header, pack, prepare, unpack, write_header
+from rlbridge.sync.packing import check_header, pack, payload_digest, prepare, unpack, write_header
 from rlbridge.sync.plan.program import HEADER_BYTES, BucketProgram, Piece
 from rlbridge.transport.errors import PlanError, ProtocolError
 
@@ -126,3 +126,34 @@ def test_damaged_headers():
     damaged[0] += 1
     with pytest.raises(ProtocolError, match="does not begin with a bucket header"):
         check_header(damaged, 5, 6, 7)
+
+
+@pytest.mark.parametrize("live_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_packing_in_parts_gives_the_same_bytes_and_their_digest(live_dtype, transposed):
+    """A long run, an array in long rows, and single elements, larger than one part together and each."""
+    rows, columns = 900, 1100
+    tensors = {"a": torch.randn(rows, columns).to(live_dtype), "b": torch.randn(7).to(live_dtype)}
+    if transposed:
+        tensors["a"] = tensors["a"].t().contiguous().t()
+    half = columns // 2
+    pieces = (
+        Piece("a", 0, (rows // 2 * columns,), (1,), "bfloat16", 0),
+        Piece("b", 1, (3,), (2,), "bfloat16", rows // 2 * columns * 2),
+        Piece("a", rows // 2 * columns, (rows // 2, half), (columns, 1), "bfloat16", rows // 2 * columns * 2 + 6),
+    )
+    size_bytes = rows // 2 * (columns + half) * 2 + 6
+    prepared = prepare(BucketProgram(0, size_bytes, None, (), pieces), tensors)
+    whole, parts = (torch.zeros(size_bytes, dtype=torch.uint8) for _ in range(2))
+    prepared.pack(whole)
+    digest = prepared.pack_and_digest(parts)
+    assert torch.equal(whole, parts)
+    assert digest == payload_digest(whole)
+
+
+def test_a_source_that_leaves_a_hole_in_its_payload_is_refused():
+    tensors = {"a": torch.randn(8)}
+    for at_bytes, size_bytes in ((0, 36), (4, 36)):
+        bucket = BucketProgram(0, size_bytes, None, (), (Piece("a", 0, (8,), (1,), "float32", at_bytes),))
+        with pytest.raises(PlanError, match="whole payload"):
+            prepare(bucket, tensors).pack_and_digest(torch.zeros(size_bytes, dtype=torch.uint8))
