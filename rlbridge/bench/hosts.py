@@ -30,7 +30,7 @@ _SWITCH = f"{_PREFIX}switch"
 _BRIDGE = "switch0"
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _LOCK = Path("/run/rlbridge-bench.lock")
-_BURST, _QUEUE = "256k", "100ms"
+_BURST, _QUEUE = "256k", "50ms"
 _MTU = "9000"
 """As on a cluster's network: of the common 1500 a twentieth is headers."""
 
