@@ -142,6 +142,7 @@ class RunRecord:
                 "reward": reward,
                 "accuracy": accuracy,
                 "response_length": fmean(lengths),
+                "tokens_per_s": self._tokens_per_s(),
                 "wait_for_batch_s": waited_s,
                 "generated": counts.generated,
                 "dropped": counts.dropped,
@@ -160,7 +161,8 @@ class RunRecord:
     def step_ended(self, version: int, metrics: dict[str, float], held: dict[int, int]) -> None:
         """The trainer is at ``version`` now."""
         self._steps_ended += 1
-        self._metrics.log("train", version, without_family(metrics))
+        step_s = max(1e-9, now_s() - self._step["began_s"])
+        self._metrics.log("train", version, without_family(metrics) | {"tokens_per_s": self._step["tokens"] / step_s})
         lag = version - min(held.values()) if held else 0
         stall = self._log_stall(version - 1)  # the update to this version has only begun
         self._version = version
