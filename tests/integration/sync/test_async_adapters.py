@@ -2,80 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+import re
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
-import torch
-from computing_engines import SPEC, Rows, checkpoint_of, wrong_at
-from one_process_bridge import KIB, SECRET
+from computing_engines import Rows, checkpoint_of, wrong_at
+from one_loop_bridge import hosted, polled, receiver, sender, together
 
-from rlbridge.sync import (
-    AsyncReceiverAdapter,
-    AsyncSenderAdapter,
-    Coordinator,
-    OnBusy,
-    SyncConfig,
-    SyncMode,
-)
-from rlbridge.transport.config import TransportConfig
+from rlbridge.sync import SyncMode
 from rlbridge.transport.errors import RlbridgeError, WorkerError
-from rlbridge.transport.inproc import InprocHub
 
 pytestmark = pytest.mark.anyio
-TRANSPORT = TransportConfig(bucket_bytes=16 * KIB, staging_bytes=128 * KIB, connect_timeout_s=30.0)
-
-
-@asynccontextmanager
-async def hosted(mode: SyncMode) -> AsyncIterator[dict[str, Any]]:
-    """What the adapters of one sender and one receiver have in common; the coordinator runs meanwhile."""
-    sync = SyncConfig(mode=mode, on_busy=OnBusy.QUEUE)
-    coordinator = Coordinator(secret=SECRET, senders=1, receivers={0: 1}, sync=sync, transport=TRANSPORT)
-    hub = InprocHub()
-
-    async def run(*, task_status: anyio.abc.TaskStatus[str]) -> None:
-        with suppress(RlbridgeError):  # the workers hear the same
-            await coordinator.run(task_status=task_status)
-
-    async def follow() -> None:
-        async for _ in coordinator.events():
-            pass
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(follow)
-        yield {
-            "coordinator": await tasks.start(run),
-            "secret": SECRET,
-            "spec": SPEC,
-            "sync": sync,
-            "transport": TRANSPORT,
-            "transport_factory": lambda config, name: hub.transport(name),
-        }
-
-
-def sender(common: dict[str, Any], trainer: Rows) -> AsyncSenderAdapter:
-    functions = {"load_weights": trainer.load_weights, "live_tensors": trainer.live_tensors}
-    return AsyncSenderAdapter(rank=0, world=1, **functions, **common)
-
-
-def receiver(common: dict[str, Any], engine: Rows) -> AsyncReceiverAdapter:
-    functions = {"load_weights": engine.load_weights, "live_tensors": engine.live_tensors}
-    return AsyncReceiverAdapter(replica=0, **functions, **common)
-
-
-async def polled(bridge: AsyncReceiverAdapter) -> int:
-    with anyio.fail_after(60):
-        while (version := await bridge.poll_requests()) is None:
-            await anyio.sleep(0.001)
-        return version
-
-
-async def together(*work: Callable[[], Any]) -> None:
-    async with anyio.create_task_group() as tasks:
-        for each in work:
-            tasks.start_soon(each)
 
 
 @pytest.mark.parametrize("mode", SyncMode)
@@ -137,6 +76,32 @@ async def test_a_cancelled_connect_leaves_nothing_behind() -> None:
             async with sender(common, Rows()) as bridge:
                 await bridge.connect()
         assert scope.cancelled_caught
-        with torch.no_grad(), pytest.raises(RlbridgeError):
+        with pytest.raises(RlbridgeError):
             async with receiver(common, Rows()) as other:
                 await other.connect()
+
+
+async def test_the_documents_example_serves_until_the_last_version() -> None:
+    document = Path(__file__).parents[3] / "docs" / "integration.md"
+    (block,) = re.findall(
+        r"^```python\n(# async_engine\.py.*?)^```", document.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
+    example: dict[str, Any] = {}
+    exec(compile(block, str(document), "exec"), example)
+    trainer, engine, steps = Rows(), Rows(), []
+
+    async def train(common: dict[str, Any]) -> None:
+        async with sender(common, trainer) as bridge:
+            await bridge.connect()
+            trainer.train(0)
+            await (await bridge.send_weights(0)).wait(60.0)
+
+    async with hosted(SyncMode.FULLY_ASYNC) as common:
+        job = {name: common[name] for name in ("coordinator", "secret", "sync", "transport", "transport_factory")}
+        weights = {"spec": common["spec"], "load_weights": engine.load_weights, "live_tensors": engine.live_tensors}
+        await together(
+            lambda: train(common),
+            lambda: example["serve"](job | {"replica": 0}, weights, lambda: steps.append(1), 0),
+        )
+    assert steps == [1]
+    assert wrong_at(engine, Rows(), checkpoint_of(0)) == []
