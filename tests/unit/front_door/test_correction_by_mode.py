@@ -1,4 +1,4 @@
-"""SkyRL#1315, miles PR#1829: training on old tokens without any correction is refused in each mode that lets them in."""
+"""SkyRL#1315, miles PR#1829: training on old tokens without any correction is refused where a mode lets them in."""
 
 from __future__ import annotations
 
