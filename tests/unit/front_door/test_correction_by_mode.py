@@ -1,4 +1,4 @@
-"""SkyRL#1315, miles PR#1829: training on old tokens without any correction is refused where a mode lets them in."""
+"""SkyRL#1315, miles PR#1829: training on old tokens without any correction is refused in every mode that allows it."""
 
 from __future__ import annotations
 
