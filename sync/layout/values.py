@@ -21,7 +21,7 @@ _BLOCK_WORDS = 16381
 
 @dataclass(frozen=True)
 class RandomBits:
-    """All bits of sign and mantissa are random, magnitudes lie in ``[1/8, 1/4)`` or ``[1/2, 1)``; integers use them all.
+    """All bits of sign and mantissa are random, magnitudes in ``[1/8, 1/4)`` or ``[1/2, 1)``; integers use all bits.
 
     The range keeps the values apart after a cast to a narrower dtype, and away from its limits. The gap keeps a value
     and its flipped one apart too, even if only magnitudes are left of them and both are rounded.
