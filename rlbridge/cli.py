@@ -14,9 +14,10 @@ from rlbridge import __version__
 from rlbridge.bench import command as bench
 from rlbridge.exit_status import exit_status
 from rlbridge.layout.command import add_arguments
+from rlbridge.planning import command as planning
 from rlbridge.transport.errors import ConfigError
 
-_COMMANDS = ("run", "report", "layout", "bench", "doctor")
+_COMMANDS = ("run", "plan", "report", "layout", "bench", "doctor")
 _EXAMPLES = """\
 examples:
   rlbridge run grpo                                 the default job
@@ -25,6 +26,8 @@ examples:
   rlbridge run ppo trainer.steps=40 seed=1          any setting is KEY=VALUE
   rlbridge run grpo --help                          every setting and group
   rlbridge run grpo --cfg job                       the composed configuration, without running
+  rlbridge plan qwen3-30b-a3b --trainer fsdp8.tp2 --rollout tp4x8
+                                                    what an update would take on a cluster
   rlbridge layout kimi-k2 --parallel tp8.ep64       what one rank of a cluster would hold
   rlbridge report runs/NAME                         a run as one HTML page; several runs side by side
   rlbridge bench transfer                           planned transfer beside broadcast and p2p
@@ -60,6 +63,8 @@ def _dispatch(arguments: list[str]) -> int:
         from rlbridge.doctor import doctor
 
         return doctor()
+    if parsed.command == "plan":
+        return planning.plan_command(parsed)
     if parsed.command == "bench":
         return bench.bench_command(parsed)
     if parsed.command == "layout":
@@ -124,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help=f"run a recipe: {', '.join(recipe_names())}")
     run.add_argument("recipe", metavar="RECIPE", help=", ".join(recipe_names()))
     run.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings and Hydra's own options")
+    planning.add_arguments(commands.add_parser("plan", help="foretell an update's time and stalls on a cluster"))
     report = commands.add_parser("report", help="write a run, or several side by side, as one HTML page")
     report.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, or its name in runs/")
     report.add_argument("--output", metavar="FILE", help="default: report.html in the run's folder, or above several")

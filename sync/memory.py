@@ -48,15 +48,23 @@ def memory_cost(join: Join, program: Program, sync: SyncConfig, transport: Trans
     return _receiver_cost(join.layout, program, sync, transport)
 
 
+def snapshot_bytes(layout: SourceMap) -> int:
+    """Bytes of one copy of everything that a sender with this layout may be asked for."""
+    return sum(_sizes(layout, _sent(layout)))
+
+
+def _sent(layout: SourceMap) -> set[str]:
+    return {box.runtime for box in (*layout.boxes, *layout.aliases)}
+
+
 def _sender_cost(layout: SourceMap, program: Program, sync: SyncConfig, transport: TransportConfig) -> MemoryCost:
-    sent = {box.runtime for box in (*layout.boxes, *layout.aliases)}
-    exported = {name for name in sent if name.startswith(EXPORT)}
+    exported = {name for name in _sent(layout) if name.startswith(EXPORT)}
     pool_bytes = _pool_bytes((b.payload_bytes for b in program.buckets), transport.staging_bytes)
     if not sync.mode.sender_staging:  # what was exported stays until the version is out
         return MemoryCost(whole_bytes=sum(_sizes(layout, exported)), pool_bytes=pool_bytes)
     slots = 1 if sync.on_busy is OnBusy.BLOCK else 2
     one_bytes = max(_sizes(layout, exported), default=0)  # exported one by one, each copied at once
-    return MemoryCost(snapshot_bytes=slots * sum(_sizes(layout, sent)), whole_bytes=one_bytes, pool_bytes=pool_bytes)
+    return MemoryCost(snapshot_bytes=slots * snapshot_bytes(layout), whole_bytes=one_bytes, pool_bytes=pool_bytes)
 
 
 def _receiver_cost(layout: SourceMap, program: Program, sync: SyncConfig, transport: TransportConfig) -> MemoryCost:

@@ -45,7 +45,10 @@ def test_a_wrong_recipe_gets_the_nearest_name(cli: Cli) -> None:
     assert (status, err) == (2, "rlbridge: error: no recipe 'gpro'; did you mean 'grpo'?\n")
 
 
-@pytest.mark.parametrize("arguments", [("rnu",), ("run",), ("run", "--cfg"), ("doctor", "x"), ("report",), ("layout",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [("rnu",), ("run",), ("run", "--cfg"), ("doctor", "x"), ("report",), ("plan",), ("plan", "kimi-k2"), ("layout",)],
+)
 def test_a_wrong_command_is_a_usage_error(cli: Cli, arguments: tuple[str, ...]) -> None:
     status, _, err = cli(*arguments)
     assert status == 2
@@ -55,8 +58,8 @@ def test_a_wrong_command_is_a_usage_error(cli: Cli, arguments: tuple[str, ...]) 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("rlbridge ", {"run", "report", "layout", "bench", "doctor"}),
-        ("rlbridge r", {"run", "report", "layout", "bench", "doctor"}),
+        ("rlbridge ", {"run", "plan", "report", "layout", "bench", "doctor"}),
+        ("rlbridge r", {"run", "plan", "report", "layout", "bench", "doctor"}),
         ("rlbridge run ", {"grpo", "ppo"}),
         ("rlbridge run g", {"grpo", "ppo"}),
         ("rlbridge doctor x", set()),
