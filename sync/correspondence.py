@@ -112,7 +112,7 @@ def correspond(
     held = {workers: [*layout.boxes, *layout.aliases] for workers, layout in sending.items()}
     needed = {workers: layout.boxes for workers, layout in receiving.items()}
     _check_names(spec, {**held, **needed})
-    _check_filled(receiving)
+    _check_filled(spec, receiving)
     _check_kinds(sending, wire)
     table = _cut(spec, held, needed, wire)
     _check_held(table, needed)
@@ -252,14 +252,16 @@ def _check_names(spec: CheckpointSpec, boxes: Mapping[_Replicas, list[Box]]) -> 
         raise LayoutError("layouts name tensors that the checkpoint does not have:" + _listing(unknown))
 
 
-def _check_filled(receivers: Mapping[_Replicas, SourceMap]) -> None:
+def _check_filled(spec: CheckpointSpec, receivers: Mapping[_Replicas, SourceMap]) -> None:
+    """Every weight gets values. Integers are weights if the checkpoint has the very tensor, else an engine's tables."""
     empty: set[str] = set()
     for workers, layout in receivers.items():
         filled = {box.runtime for box in layout.boxes} | {part.runtime for part in layout.opaque}
         empty |= {
             f"{worker}: {name} {list(tensor.shape)} {tensor.dtype}"
             for name, tensor in layout.runtime.items()
-            if name not in filled and is_floating(tensor.dtype) and 0 not in tensor.shape
+            if name not in filled and (is_floating(tensor.dtype) or spec.tensors.get(name) == tensor)
+            if 0 not in tensor.shape
             for worker in workers
         }
     if empty:

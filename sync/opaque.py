@@ -198,6 +198,25 @@ class Exports:
                 _check_export(name, wanted, tensor)
                 yield EXPORT + name, tensor.detach()
 
+    def take_together(self, version: int) -> dict[str, torch.Tensor]:
+        """All that ``take`` gives, to be held until the version is out.
+
+        Raises:
+            LayoutError: two exported tensors share memory, so that one has overwritten the other.
+        """
+        taken: dict[str, torch.Tensor] = {}
+        owner: dict[int, str] = {}
+        for virtual, tensor in self.take(version):
+            other = owner.setdefault(tensor.data_ptr(), virtual) if tensor.numel() else virtual
+            if other != virtual:
+                raise LayoutError(
+                    f"export({checkpoint_name(virtual)!r}) returned the memory of export({checkpoint_name(other)!r}); "
+                    "without sender staging both must stay as they are until the version is out, so give each memory "
+                    "of its own (a clone, if they are tied)"
+                )
+            taken[virtual] = tensor
+        return taken
+
     def copy(self, tensor: torch.Tensor, virtual: str, snapshot: dict[str, torch.Tensor]) -> None:
         """Copy an exported tensor into ``snapshot``, which keeps it in the wire dtype: this end's one cast."""
         if virtual not in snapshot:

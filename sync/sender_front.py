@@ -9,10 +9,10 @@ from rlbridge.sync.config import SyncConfig
 from rlbridge.sync.correspondence import export_dtypes
 from rlbridge.sync.front import Front, Place, Weights, ucxx_transport
 from rlbridge.sync.layout.discover import alone
-from rlbridge.sync.layout.live import LiveTensors
+from rlbridge.sync.layout.live import LiveTensors, specs
 from rlbridge.sync.layout.loading import AnyRank, LoadWeights
 from rlbridge.sync.layout.source_map import SourceMap
-from rlbridge.sync.layout.spec import CheckpointSpec
+from rlbridge.sync.layout.spec import CheckpointSpec, TensorSpec
 from rlbridge.sync.member import MemberSettings, Promise, Tensors, TransportFactory
 from rlbridge.sync.opaque import EXPORT, Export, Exports, inputs_of, refuse_without_export, with_virtual
 from rlbridge.sync.sender import Sender
@@ -88,11 +88,13 @@ class SenderFront(Front[Sender]):
         self._exports = Exports({}, (), _no_export)
         self._exported: set[str] = set()
         self._sent: list[str] = []
+        self._runtime: dict[str, TensorSpec] = {}
         self._snapshots: dict[int, dict[str, torch.Tensor]] = {}
 
     def _announced(self, layout: SourceMap) -> SourceMap:
         # Whatever any plan may ask of this rank: a plan after a loss may ask for other tensors than the first.
         self._sent = sorted({box.runtime for box in [*layout.boxes, *layout.aliases]})
+        self._runtime = layout.runtime
         if layout.opaque and self._export is None:
             raise refuse_without_export(layout)
         self._exported = layout.opaque_inputs
@@ -141,16 +143,27 @@ class SenderFront(Front[Sender]):
         if missing:
             raise LayoutError(f"live tensors vanished since connect(): {', '.join(missing[:20])}")
         tensors = {name: live[name].detach() for name in self._sent}
+        self._check_live(tensors)
         if not self._staging:
-            return tensors | dict(self._exports.take(version))
+            return tensors | self._exports.take_together(version)
         with self.timeline.span("weights/snapshot", version), torch.no_grad():
             if slot not in self._snapshots:
                 self._snapshots[slot] = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
             snapshot = self._snapshots[slot]
-            torch._foreach_copy_([snapshot[name] for name in tensors], list(tensors.values()))
+            if tensors:
+                torch._foreach_copy_([snapshot[name] for name in tensors], list(tensors.values()))
             for name, tensor in self._exports.take(version):
                 self._exports.copy(tensor, name, snapshot)
         return snapshot
+
+    def _check_live(self, tensors: Tensors) -> None:
+        now = specs(tensors)
+        changed = [f"{name} {list(t.shape)} {t.dtype}" for name, t in now.items() if t != self._runtime[name]]
+        if changed:
+            raise LayoutError(
+                f"live tensors changed their shape or dtype since connect(): {', '.join(changed[:20])}; keep them as "
+                "they were, or connect anew"
+            )
 
     async def _flush(self, member: Sender) -> None:
         await self._bridge.call(member.flushed)

@@ -62,6 +62,11 @@ def specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
 
 
+def flat_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """``[M]``, contiguous, in row-major order: a view of ``tensor``, or a copy if its elements do not lie like that."""
+    return tensor.reshape(-1).contiguous()
+
+
 def box_values(box: Box, values: torch.Tensor) -> torch.Tensor:
     """The part of a checkpoint tensor that ``box`` takes, ``[count[0], ..., count[N-1]]``: a view."""
     axes = zip(box.start, box.count, box.step, strict=True)
@@ -75,7 +80,12 @@ def box_of(box: Box | Opaque, flat: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def restored(live_tensors: LiveTensors) -> Iterator[None]:
-    """Give the live tensors their present bits back on leaving, also after an error. Holds one copy of them."""
+    """Give the live tensors their present bits back on leaving, also after an error. Holds one copy of them.
+
+    Raises:
+        LayoutError: two calls of ``live_tensors`` give different memory, so that nobody could write what is in use.
+    """
+    _check_in_place(live_tensors)
     saved = {name: tensor.clone() for name, tensor in owners(live_tensors()).items()}
     try:
         yield
@@ -91,6 +101,20 @@ def restored(live_tensors: LiveTensors) -> Iterator[None]:
                 "loading changed the shape of these tensors or dropped them, so they cannot be given their values "
                 f"back: {', '.join(sorted(lost)[:20])}; discover the layout before post-processing"
             )
+
+
+def _check_in_place(live_tensors: LiveTensors) -> None:
+    first, second = owners(live_tensors()), owners(live_tensors())  # both are held, so that no address is used twice
+    copies = [name for name, tensor in first.items() if name not in second or _place(tensor) != _place(second[name])]
+    if copies:
+        raise LayoutError(
+            f"live_tensors() gives other memory at each call for {', '.join(sorted(copies)[:20])}; give the tensors in "
+            "use themselves, or views of them: no .to(dtype), .clone(), .contiguous(), .cpu() or .full_tensor()"
+        )
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
 
 
 def _memory(tensor: torch.Tensor) -> tuple[bool, int]:

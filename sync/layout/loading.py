@@ -53,7 +53,7 @@ class Loader:
         """
         taken: list[str] = []
         try:
-            self.load_weights(_made(self.spec.tensors if names is None else names, values, taken))
+            self.load_weights(_Made(self.spec.tensors if names is None else names, values, taken))
         except RlbridgeError:
             raise
         except Exception as error:  # whatever a backend raises
@@ -89,7 +89,17 @@ class Loader:
         return found
 
 
-def _made(names: Iterable[str], values: Values, taken: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in names:
-        taken.append(name)
-        yield name, values(name)
+class _Made:
+    """Pairs of name and values, made when they are asked for; may be gone through as often as a list."""
+
+    def __init__(self, names: Iterable[str], values: Values, taken: list[str]) -> None:
+        self._names, self._values, self._taken = list(names), values, taken
+        self._once = iter(self)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in self._names:
+            self._taken.append(name)
+            yield name, self._values(name)
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        return next(self._once)

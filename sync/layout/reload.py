@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rlbridge.sync.layout.depend import Group
-from rlbridge.sync.layout.live import box_of, box_values
+from rlbridge.sync.layout.live import box_of, box_values, flat_elements
 from rlbridge.sync.layout.loading import Loader, Values
 from rlbridge.sync.layout.opaque import pieces
 from rlbridge.sync.layout.recover import boxes_without
@@ -85,7 +85,7 @@ def _write_copies(boxes: Mapping[str, list[Box]], values: Values, live: Mapping[
         loaded = values(source)
         for box in its:
             tensor = live[box.runtime]
-            flat = tensor.reshape(-1)  # a copy if its elements are not in order
+            flat = flat_elements(tensor)
             part = box_values(box, loaded).to(device=tensor.device, dtype=tensor.dtype)
             box_of(box, flat).copy_(part)
             if flat.data_ptr() != tensor.data_ptr():

@@ -23,8 +23,9 @@ _BLOCK_WORDS = 16381
 class RandomBits:
     """All bits of sign and mantissa are random, magnitudes in ``[1/8, 1/4)`` or ``[1/2, 1)``; integers use all bits.
 
-    The range keeps the values apart after a cast to a narrower dtype, and away from its limits. The gap keeps a value
-    and its flipped one apart too, even if only magnitudes are left of them and both are rounded.
+    In some tensors they are all 16 times larger, and after a flip in the others: so the largest magnitude of a tensor
+    depends on the values too. The range keeps the values apart after a cast to a narrower dtype, and away from its
+    limits. The gaps keep a value and its flipped one apart, even if only magnitudes are left and both are rounded.
 
     Attributes:
         seed: other seeds, other values.
@@ -50,10 +51,19 @@ class RandomBits:
             return self._bits(name, torch.bool, spec.shape, ~1, 0)
         if dtype.is_complex:
             part = torch.float32 if dtype is torch.complex64 else torch.float64
-            return torch.view_as_complex(self._bits(name, part, (*spec.shape, 2), *_float_masks(part)))
+            return torch.view_as_complex(self._bits(name, part, (*spec.shape, 2), *self._masks(name, part)))
         if dtype.is_floating_point:
-            return self._bits(name, dtype, spec.shape, *_float_masks(dtype))
+            return self._bits(name, dtype, spec.shape, *self._masks(name, dtype))
         return self._bits(name, dtype, spec.shape, 0, 0)
+
+    def _masks(self, name: str, dtype: torch.dtype) -> tuple[int, int]:
+        cleared, added = _float_masks(dtype)
+        if dtype is torch.float8_e8m0fnu:
+            return cleared, added
+        large = int(np.random.SFC64([self.seed, self._index[name], 1]).random_raw()) & 1
+        if large != (self.flipped is None or name in self.flipped):
+            added += 4 << float_format(dtype).mantissa_bits
+        return cleared, added
 
     def _bits(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], cleared: int, added: int) -> torch.Tensor:
         """Random bits where ``cleared`` has none, and those of ``added``, in each element."""

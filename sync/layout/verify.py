@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rlbridge.sync.layout.dtypes import bit_view
 from rlbridge.sync.layout.elements import by_tensor
-from rlbridge.sync.layout.live import box_of, box_values
+from rlbridge.sync.layout.live import box_of, box_values, flat_elements
 from rlbridge.sync.layout.loading import Loader, Values
 from rlbridge.sync.layout.probe import Reading
 from rlbridge.sync.layout.source_map import Box, Opaque
@@ -171,7 +171,7 @@ def differing(boxes: dict[str, list[Box]], values: Values, live: dict[str, torch
         for box in its:
             tensor = live[box.runtime]
             expected = bit_view(box_values(box, loaded).to(tensor.dtype))
-            there = box_of(box, bit_view(tensor.reshape(-1).cpu()))
+            there = box_of(box, bit_view(flat_elements(tensor).cpu()))
             if not torch.equal(expected, there):
                 mask = found.setdefault(box.runtime, np.zeros(tensor.numel(), np.bool_))
                 box_of(box, torch.from_numpy(mask)).copy_(expected != there)

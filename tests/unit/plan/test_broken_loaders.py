@@ -10,6 +10,7 @@ from rlbridge.sync.correspondence import correspond
 from rlbridge.sync.coverage import coverage
 from rlbridge.sync.layout.discover import discover, landed_nowhere
 from rlbridge.sync.layout.source_map import SourceMap
+from rlbridge.sync.layout.spec import CheckpointSpec, TensorSpec
 from rlbridge.transport.errors import LayoutError, LoaderFailedError
 
 KV = 2
@@ -103,6 +104,25 @@ def test_a_loader_that_writes_one_tensor_over_another_is_followed_and_shows_what
 def test_a_loader_for_another_shape_fails_with_its_own_words_and_the_tensor(engine):
     with pytest.raises(LoaderFailedError, match=r"had taken checkpoint tensor '\w+' \[.*(size|shape|length)"):
         layout(engine(Place(0, 1, 4)))
+
+
+def test_an_engine_that_drops_packed_integers_is_refused_by_name():
+    spec = CheckpointSpec({"q": TensorSpec((4, 4), "int32"), "w": TensorSpec((4, 4), "float32")})
+    live = {
+        "q": torch.zeros(4, 4, dtype=torch.int32),
+        "w": torch.zeros(4, 4),
+        "slots": torch.arange(4, dtype=torch.int32),
+    }
+
+    def load(weights):
+        live["w"].copy_(dict(weights)["w"])
+
+    receiver = discover(spec, load, lambda: live)
+    holder = discover(spec, lambda weights: [live[n].copy_(t) for n, t in weights], lambda: live)
+    with pytest.raises(LayoutError, match="stale") as caught:
+        correspond(spec, {"t": holder}, {"r": receiver})
+    assert "r: q [4, 4] int32" in str(caught.value)
+    assert "slots" not in str(caught.value)
 
 
 def test_a_trainer_of_integers_is_refused_by_name():
